@@ -1,0 +1,5 @@
+//! The daemon as a library: supervisor, workers and targets. The binaries around it only parse their
+//! command line and call in here.
+
+pub mod message;
+pub mod target;

@@ -1,0 +1,3 @@
+//! The mocked world around the backend: a simulated guest, its toolstack, and the suites that use them.
+
+pub mod disk;
