@@ -32,6 +32,12 @@ pub enum Command {
         /// Which ring.
         ring: RingId,
     },
+    /// Another ring of the same disk saw a flush fail: from now on answer ERROR to every FLUSH and
+    /// WRITE of this ring.
+    FlushFailed {
+        /// Which ring.
+        ring: RingId,
+    },
     /// Detach every ring and exit.
     Shutdown,
 }
@@ -102,6 +108,14 @@ pub enum Report {
     },
     /// The ring stopped serving (corrupt indices, target gone); it stays mapped until `Detach`.
     Failed {
+        /// Which ring.
+        ring: RingId,
+        /// One line for the administrator.
+        reason: String,
+    },
+    /// A flush of this ring failed: what was written before may be lost. The ring answers ERROR to
+    /// every FLUSH and WRITE from now on; tell the disk's other rings, on every worker.
+    FlushFailed {
         /// Which ring.
         ring: RingId,
         /// One line for the administrator.

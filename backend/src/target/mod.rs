@@ -1,11 +1,25 @@
-//! What a disk's requests act on: files, block devices, memory, nothing, or a test's script.
+//! What a disk's requests act on: files, block devices, memory, nothing, or a test's script. Parsing
+//! and opening happen on the supervisor's side, once; every worker incarnation then gets open file
+//! descriptions of its own. Which bytes a request may touch is decided by `plan`, not here.
+
+mod error;
+mod open;
+pub mod script;
+mod spec;
 
 use serde::{Deserialize, Serialize};
+
+pub use error::TargetError;
+pub use open::{OpenMode, OpenedTarget, fence_free, open};
+pub use spec::TargetSpec;
+
+/// Unit of everything a guest addresses, in bytes; also the smallest `sector-size`.
+pub const SECTOR: u64 = 512;
 
 /// Size and units of a target, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Geometry {
-    /// Capacity; a multiple of `sector_size`.
+    /// Capacity; a multiple of `sector_size`, at least one sector, at most `i64::MAX`.
     pub size: u64,
     /// Logical sector advertised to the guest (`sector-size`), 512 unless the operator asks otherwise.
     pub sector_size: u32,
@@ -13,11 +27,28 @@ pub struct Geometry {
     pub physical_sector_size: u32,
 }
 
+/// What a target can do, for the keys the guest sees.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Capabilities {
+    /// FLUSH makes published writes durable (`feature-flush-cache`).
+    pub flush: bool,
+    /// DISCARD is served (`feature-discard`).
+    pub discard: bool,
+    /// `discard-granularity`, in bytes.
+    pub discard_granularity: u32,
+    /// A discarded range reads as zeroes afterwards.
+    pub discard_zeroes: bool,
+    /// Refuses everything that modifies; its descriptors are open read-only.
+    pub readonly: bool,
+}
+
 /// A target as a worker gets it: the parameters here, the descriptors beside the message.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub struct WorkerTarget {
     /// Size and units.
     pub geometry: Geometry,
+    /// A discard must be a multiple of this many bytes; the rest of a range is left alone.
+    pub discard_unit: u32,
     /// Which engine serves it.
     pub kind: WorkerTargetKind,
 }
@@ -29,6 +60,7 @@ pub enum WorkerTargetKind {
     File,
     /// No descriptor: reads give zeroes, writes are dropped.
     Null,
-    /// One descriptor: a socket to the test that decides each request's fate.
+    /// Two descriptors: a socket to the test that decides each request's fate, and the file that
+    /// holds the data.
     Script,
 }

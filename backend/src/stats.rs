@@ -1,0 +1,152 @@
+//! A ring's counters in a page shared by the worker, which alone writes, and the supervisor, which
+//! reads. Counters only grow, except [`Snapshot::in_flight`]; each is read on its own, so two of one
+//! snapshot may be a few requests apart.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+macro_rules! counters {
+    ($($(#[doc = $doc:literal])+ $field:ident $variant:ident,)+) => {
+        /// Names one counter; the order is the layout of the page, one `u64` each.
+        #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+        #[repr(usize)]
+        pub enum Counter { $($(#[doc = $doc])+ $variant,)+ }
+
+        /// The counters as read once.
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+        pub struct Snapshot { $($(#[doc = $doc])+ pub $field: u64,)+ }
+
+        const COUNTERS: usize = [$(Counter::$variant),+].len();
+
+        impl Snapshot {
+            fn read(words: &[AtomicU64]) -> Self {
+                let get = |c: Counter| words.get(c as usize).map_or(0, |w| w.load(Ordering::Relaxed));
+                Self { $($field: get(Counter::$variant),)+ }
+            }
+        }
+    };
+}
+
+counters! {
+    /// READ requests consumed, direct or indirect.
+    reads Reads,
+    /// WRITE requests consumed, direct or indirect.
+    writes Writes,
+    /// FLUSH_DISKCACHE requests consumed.
+    flushes Flushes,
+    /// WRITE_BARRIER requests consumed.
+    barriers Barriers,
+    /// DISCARD requests consumed.
+    discards Discards,
+    /// Requests of no known operation.
+    unknown Unknown,
+    /// Requests whose segments came in indirect pages (counted as READ or WRITE too).
+    indirect Indirect,
+    /// Requests answered with another status than OKAY.
+    errors Errors,
+    /// Bytes given to the guest by successful reads.
+    bytes_read BytesRead,
+    /// Bytes taken from the guest by successful writes.
+    bytes_written BytesWritten,
+    /// Bytes discarded.
+    bytes_discarded BytesDiscarded,
+    /// Events received on the ring's port.
+    events Events,
+    /// Events sent to the guest.
+    notifies Notifies,
+    /// Times responses were published.
+    publishes Publishes,
+    /// Responses published.
+    responses Responses,
+    /// Grant copy calls.
+    copies Copies,
+    /// Segments of those calls.
+    copied_segments CopiedSegments,
+    /// Turns of the ring that consumed at least one request.
+    batches Batches,
+    /// Operations handed to the target.
+    target_ops TargetOps,
+    /// Requests consumed and not yet published.
+    in_flight InFlight,
+}
+
+/// Bytes of a statistics page.
+pub const BYTES: usize = 4096;
+const _: () = assert!(COUNTERS * 8 <= BYTES);
+
+/// The writing side. One per page: increments are plain load and store.
+#[derive(Debug)]
+pub struct Writer<P>(P);
+
+impl<P: AsRef<[AtomicU64]>> Writer<P> {
+    /// Counts into `page`, from what it holds already (zero in a fresh page).
+    pub fn new(page: P) -> Self {
+        Self(page)
+    }
+
+    /// Adds `n`.
+    pub fn add(&self, counter: Counter, n: u64) {
+        if let Some(word) = self.0.as_ref().get(counter as usize) {
+            word.store(
+                word.load(Ordering::Relaxed).wrapping_add(n),
+                Ordering::Relaxed,
+            );
+        }
+    }
+
+    /// Replaces a value that isn't a running total.
+    pub fn set(&self, counter: Counter, value: u64) {
+        if let Some(word) = self.0.as_ref().get(counter as usize) {
+            word.store(value, Ordering::Relaxed);
+        }
+    }
+}
+
+/// The reading side.
+#[derive(Debug)]
+pub struct Reader<P>(P);
+
+impl<P: AsRef<[AtomicU64]>> Reader<P> {
+    /// Reads `page`, which another process may be writing.
+    pub fn new(page: P) -> Self {
+        Self(page)
+    }
+
+    /// The counters now.
+    pub fn snapshot(&self) -> Snapshot {
+        Snapshot::read(self.0.as_ref())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    struct Page(Arc<Vec<AtomicU64>>);
+    impl AsRef<[AtomicU64]> for Page {
+        fn as_ref(&self) -> &[AtomicU64] {
+            &self.0
+        }
+    }
+
+    #[test]
+    fn a_reader_sees_what_the_writer_counted() {
+        let words = Arc::new(
+            (0..BYTES / 8)
+                .map(|_| AtomicU64::new(0))
+                .collect::<Vec<_>>(),
+        );
+        let (writer, reader) = (Writer::new(Page(words.clone())), Reader::new(Page(words)));
+        writer.add(Counter::Reads, 2);
+        writer.add(Counter::Reads, 1);
+        writer.set(Counter::InFlight, 9);
+        writer.set(Counter::InFlight, 4);
+        let expected = Snapshot {
+            reads: 3,
+            in_flight: 4,
+            ..Snapshot::default()
+        };
+        assert_eq!(reader.snapshot(), expected);
+    }
+}

@@ -1,0 +1,115 @@
+//! The protocol between a script target and the test that decides the fate of each of its operations:
+//! JSON packets on a `SOCK_SEQPACKET` Unix socket the test listens on. The test greets every
+//! connection with [`Greeting`] and one descriptor, the file that holds the data; the worker asks
+//! about each operation before it starts and the test answers when it likes, in any order.
+
+use std::io::IoSliceMut;
+use std::mem::MaybeUninit;
+use std::os::fd::OwnedFd;
+use std::path::Path;
+
+use rustix::net::{
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
+};
+use serde::{Deserialize, Serialize};
+
+use super::TargetError;
+
+/// Longest packet.
+pub(crate) const MAX_PACKET: usize = 512;
+
+/// First packet from the test on each connection.
+#[derive(Debug, Serialize, Deserialize)]
+pub struct Greeting {
+    /// Always [`GREETING`].
+    pub protocol: String,
+}
+
+/// What a [`Greeting`] says.
+pub const GREETING: &str = "xenblk-script-1";
+
+/// Kinds of operations.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum OpKind {
+    /// Read a range.
+    Read,
+    /// Write a range.
+    Write,
+    /// Make writes durable.
+    Flush,
+    /// Give a range's storage back.
+    Discard,
+}
+
+/// The worker is about to start this operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Ask {
+    /// Unique among the connection's unanswered operations.
+    pub id: u64,
+    /// What it does.
+    pub op: OpKind,
+    /// First byte.
+    pub offset: u64,
+    /// Bytes; 0 for a flush.
+    pub len: u64,
+}
+
+/// What is to happen to an operation.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Verdict {
+    /// Perform it on the file.
+    Go,
+    /// Don't; it fails with this `errno`.
+    Fail(i32),
+}
+
+/// The test's answer to an [`Ask`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Answer {
+    /// Of the operation.
+    pub id: u64,
+    /// Its fate.
+    pub verdict: Verdict,
+}
+
+/// Connects to the test listening at `path` and takes its greeting: the connection and the data file.
+pub(super) fn connect(path: &Path) -> Result<(OwnedFd, OwnedFd), TargetError> {
+    let value = path.display().to_string();
+    let at = |doing| {
+        let value = value.clone();
+        move |e: rustix::io::Errno| TargetError::Io {
+            value,
+            doing,
+            source: e.into(),
+        }
+    };
+    let address = SocketAddrUnix::new(path).map_err(at("connect"))?;
+    let flags = SocketFlags::CLOEXEC;
+    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
+        .map_err(at("connect"))?;
+    rustix::net::connect(&socket, &address).map_err(at("connect"))?;
+
+    let mut packet = [0u8; MAX_PACKET];
+    let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
+    let mut control = RecvAncillaryBuffer::new(&mut space);
+    let mut iov = [IoSliceMut::new(&mut packet)];
+    let got = rustix::net::recvmsg(&socket, &mut iov, &mut control, RecvFlags::CMSG_CLOEXEC)
+        .map_err(at("receive its greeting"))?;
+    let file = control.drain().find_map(|message| match message {
+        RecvAncillaryMessage::ScmRights(mut fds) => fds.next(),
+        _ => None,
+    });
+    let problem = |problem: &str| TargetError::Script {
+        value: value.clone(),
+        problem: problem.into(),
+    };
+    let greeting: Greeting = serde_json::from_slice(packet.get(..got.bytes).unwrap_or_default())
+        .map_err(|e| problem(&e.to_string()))?;
+    if greeting.protocol != GREETING {
+        return Err(problem("expected xenblk-script-1"));
+    }
+    let file = file.ok_or_else(|| problem("no descriptor came with the greeting"))?;
+    rustix::io::ioctl_fionbio(&socket, true).map_err(at("use the socket"))?;
+    Ok((socket, file))
+}
