@@ -1,0 +1,294 @@
+//! The task that owns the socket. It always reads, whatever its users do, so a slow watch handler
+//! can't block a reply; it ends when the server goes, when every [`Client`](crate::Client) is dropped,
+//! or at the first answer that makes no sense, and then every pending call fails at once.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::UnixStream;
+use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
+use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
+
+use crate::error::{Error, escape};
+use crate::events::Shared;
+use crate::wire::{MAX_REPLY, Op, Packet, Parser};
+
+/// Stop taking commands while this many bytes wait for the server.
+const MAX_UNSENT: usize = 64 * 1024;
+
+/// What a request changes in the connection's own state.
+#[derive(Debug, Clone)]
+pub(crate) enum Effect {
+    None,
+    /// Opens a transaction.
+    Begin,
+    /// Registers (path, token).
+    Watch(String, String),
+    /// Removes (path, token).
+    Unwatch(String, String),
+}
+
+/// One request on its way to the pump.
+#[derive(Debug)]
+pub(crate) struct Command {
+    pub(crate) op: Op,
+    pub(crate) transaction: u32,
+    pub(crate) payload: Vec<u8>,
+    pub(crate) effect: Effect,
+    /// `None` for an undo, whose answer interests nobody.
+    pub(crate) reply: Option<oneshot::Sender<Result<Answer, Error>>>,
+    /// Bounds the requests in flight; given back when the answer comes.
+    pub(crate) permit: Option<OwnedSemaphorePermit>,
+}
+
+/// A successful reply. If the caller was cancelled and drops it unseen, what the request opened is
+/// closed again.
+#[derive(Debug)]
+pub(crate) struct Answer {
+    pub(crate) payload: Vec<u8>,
+    pub(crate) undo: Option<Undo>,
+}
+
+/// Sends its command when dropped, unless disarmed.
+#[derive(Debug)]
+pub(crate) struct Undo {
+    commands: mpsc::UnboundedSender<Command>,
+    command: Option<Command>,
+}
+
+impl Undo {
+    pub(crate) fn new(commands: mpsc::UnboundedSender<Command>, command: Command) -> Self {
+        Self {
+            commands,
+            command: Some(command),
+        }
+    }
+
+    pub(crate) fn disarm(mut self) {
+        self.command = None;
+    }
+
+    pub(crate) fn abort(transaction: u32) -> Command {
+        Command {
+            op: Op::TRANSACTION_END,
+            transaction,
+            payload: b"F\0".to_vec(),
+            effect: Effect::None,
+            reply: None,
+            permit: None,
+        }
+    }
+
+    fn unwatch(path: String, token: String) -> Command {
+        let payload = [path.as_bytes(), b"\0", token.as_bytes(), b"\0"].concat();
+        Command {
+            op: Op::UNWATCH,
+            transaction: 0,
+            payload,
+            effect: Effect::Unwatch(path, token),
+            reply: None,
+            permit: None,
+        }
+    }
+}
+
+impl Drop for Undo {
+    fn drop(&mut self) {
+        if let Some(command) = self.command.take() {
+            // A pump that is gone has nothing open any more.
+            let _ = self.commands.send(command);
+        }
+    }
+}
+
+struct Pending {
+    op: Op,
+    effect: Effect,
+    reply: Option<oneshot::Sender<Result<Answer, Error>>>,
+    _permit: Option<OwnedSemaphorePermit>,
+}
+
+pub(crate) struct Pump {
+    reader: OwnedReadHalf,
+    writer: OwnedWriteHalf,
+    unsent: Vec<u8>,
+    parser: Parser,
+    pending: HashMap<u32, Pending>,
+    last_request: u32,
+    events: Arc<Shared>,
+    /// For undos only: it must not keep the pump alive when the last client is dropped.
+    undo: mpsc::WeakUnboundedSender<Command>,
+}
+
+impl Pump {
+    pub(crate) fn new(
+        stream: UnixStream,
+        events: Arc<Shared>,
+        undo: mpsc::WeakUnboundedSender<Command>,
+    ) -> Self {
+        let (reader, writer) = stream.into_split();
+        Self {
+            reader,
+            writer,
+            unsent: Vec::new(),
+            parser: Parser::new(MAX_REPLY),
+            pending: HashMap::new(),
+            last_request: 0,
+            events,
+            undo,
+        }
+    }
+
+    pub(crate) async fn run(mut self, mut commands: mpsc::UnboundedReceiver<Command>) {
+        let reason = self.drive(&mut commands).await;
+        // The reason first: callers woken by the drops below look it up.
+        self.events.disconnect(&reason);
+        self.pending.clear();
+        commands.close();
+        while commands.try_recv().is_ok() {}
+    }
+
+    async fn drive(&mut self, commands: &mut mpsc::UnboundedReceiver<Command>) -> String {
+        let mut chunk = vec![0; 16 * 1024];
+        loop {
+            tokio::select! {
+                read = self.reader.read(&mut chunk) => match read {
+                    Ok(0) => return "closed by xenstored".to_owned(),
+                    Ok(count) => {
+                        let bytes = chunk.get(..count).unwrap_or_default();
+                        if let Err(reason) = self.receive(bytes) {
+                            return reason;
+                        }
+                    }
+                    Err(error) => return error.to_string(),
+                },
+                written = self.writer.write(&self.unsent), if !self.unsent.is_empty() => match written {
+                    Ok(0) => return "xenstored accepts no more bytes".to_owned(),
+                    Ok(count) => drop(self.unsent.drain(..count.min(self.unsent.len()))),
+                    Err(error) => return error.to_string(),
+                },
+                command = commands.recv(), if self.unsent.len() < MAX_UNSENT => match command {
+                    Some(command) => self.send(command),
+                    None => return "no client left".to_owned(),
+                },
+            }
+        }
+    }
+
+    fn send(&mut self, command: Command) {
+        let Command {
+            op,
+            transaction,
+            payload,
+            effect,
+            reply,
+            permit,
+        } = command;
+        // An id still in use is possible only after 2^32 requests; in flight are a few dozen.
+        loop {
+            self.last_request = self.last_request.wrapping_add(1);
+            if !self.pending.contains_key(&self.last_request) {
+                break;
+            }
+        }
+        let request = self.last_request;
+        let packet = Packet {
+            op,
+            request,
+            transaction,
+            payload,
+        };
+        if packet.encode(&mut self.unsent).is_err() {
+            if let Some(reply) = reply {
+                let _ = reply.send(Err(Error::TooBig));
+            }
+            return;
+        }
+        // The first event may come before the reply, so the watch is known from here on.
+        if let Effect::Watch(path, token) = &effect {
+            self.events.add_watch(path, token);
+        }
+        self.pending.insert(
+            request,
+            Pending {
+                op,
+                effect,
+                reply,
+                _permit: permit,
+            },
+        );
+    }
+
+    fn receive(&mut self, mut bytes: &[u8]) -> Result<(), String> {
+        while let Some(packet) = self.parser.advance(&mut bytes).map_err(|e| e.to_string())? {
+            if packet.op == Op::WATCH_EVENT {
+                self.event(&packet.payload)?;
+            } else {
+                self.reply(packet)?;
+            }
+        }
+        Ok(())
+    }
+
+    fn event(&self, payload: &[u8]) -> Result<(), String> {
+        let mut parts = payload.split(|byte| *byte == 0);
+        let (Some(path), Some(token)) = (parts.next(), parts.next()) else {
+            return Err(format!("malformed watch event \"{}\"", escape(payload)));
+        };
+        // Both are ours or a node's name, so UTF-8; anything else belongs to no watch of ours.
+        if let (Ok(path), Ok(token)) = (str::from_utf8(path), str::from_utf8(token)) {
+            self.events.push(path.to_owned(), token.to_owned());
+        }
+        Ok(())
+    }
+
+    fn reply(&mut self, packet: Packet) -> Result<(), String> {
+        let Some(pending) = self.pending.remove(&packet.request) else {
+            return Err(format!(
+                "answer to request {}, which is not pending",
+                packet.request
+            ));
+        };
+        let answer = if packet.op == Op::ERROR {
+            let error = Error::from_wire(&packet.payload);
+            // EEXIST: the earlier registration stays.
+            if let (Effect::Watch(path, token), false) = (&pending.effect, error == Error::Exists) {
+                self.events.remove_watch(path, token);
+            }
+            Err(error)
+        } else if packet.op == pending.op {
+            Ok(self.succeed(packet.payload, pending.effect))
+        } else {
+            return Err(format!(
+                "request of type {} answered by {}",
+                pending.op.0, packet.op.0
+            ));
+        };
+        if let Some(reply) = pending.reply {
+            // A cancelled caller: the answer is dropped here, and with it goes its undo.
+            let _ = reply.send(answer);
+        }
+        Ok(())
+    }
+
+    fn succeed(&self, payload: Vec<u8>, effect: Effect) -> Answer {
+        let undo = match effect {
+            Effect::None => None,
+            Effect::Begin => transaction_id(&payload).map(Undo::abort),
+            Effect::Watch(path, token) => Some(Undo::unwatch(path, token)),
+            Effect::Unwatch(path, token) => {
+                self.events.remove_watch(&path, &token);
+                None
+            }
+        };
+        let undo = undo.and_then(|command| Some(Undo::new(self.undo.upgrade()?, command)));
+        Answer { payload, undo }
+    }
+}
+
+/// The id in a TRANSACTION_START reply; 0 would mean "none" and is refused.
+pub(crate) fn transaction_id(payload: &[u8]) -> Option<u32> {
+    let id = crate::vbd::decimal(payload.strip_suffix(b"\0").unwrap_or(payload))?;
+    (id != 0).then_some(id)
+}

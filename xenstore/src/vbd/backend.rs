@@ -1,0 +1,97 @@
+//! What the toolstack says about a device, in the backend directory.
+
+use super::{BackendPath, KeyError, ReadError, decimal};
+use crate::client::{Client, Tx};
+
+/// The backend directory, as far as a backend needs it. Written by the toolstack; trusted, but parsed
+/// as strictly as everything else.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct BackendKeys {
+    /// Absolute path of the frontend's directory.
+    pub frontend: String,
+    /// `params`: what to open, `None` while it is missing or empty (an ejected CD).
+    pub params: Option<String>,
+    /// `mode` without a `w`: no operation may modify the disk.
+    pub readonly: bool,
+    /// `discard-enable`, 1 unless it says 0.
+    pub discard_enable: bool,
+    /// `device-type` is `cdrom`.
+    pub cdrom: bool,
+    /// `removable` is 1.
+    pub removable: bool,
+}
+
+const KEYS: [&str; 7] = [
+    "frontend",
+    "frontend-id",
+    "params",
+    "mode",
+    "discard-enable",
+    "device-type",
+    "removable",
+];
+
+/// Reads the backend directory, each key once.
+pub async fn read_backend(
+    client: &Client,
+    tx: Tx,
+    path: &BackendPath,
+) -> Result<BackendKeys, ReadError> {
+    let paths = KEYS.map(|key| path.key(key));
+    let values = client.read_many(tx, &paths).await?;
+    // read_many answers one value for each path.
+    let values = <[_; 7]>::try_from(values)
+        .map_err(|_| crate::Error::Malformed("as many values as keys expected"))?;
+    Ok(parse(path.domid, values)?)
+}
+
+fn parse(domid: u16, values: [Option<Vec<u8>>; 7]) -> Result<BackendKeys, KeyError> {
+    let [
+        frontend,
+        frontend_id,
+        params,
+        mode,
+        discard,
+        device_type,
+        removable,
+    ] = values.map(|value| value.filter(|value| !value.is_empty()));
+    let expected_id = Some(u32::from(domid));
+    if frontend_id.as_deref().and_then(decimal) != expected_id {
+        let expected = format!("{domid}, as in the directory's path");
+        return Err(KeyError::new(
+            "frontend-id",
+            frontend_id.as_deref(),
+            expected,
+        ));
+    }
+    let frontend = text("frontend", frontend)?
+        .filter(|path| path.starts_with('/') && !path.contains('\0'))
+        .ok_or_else(|| KeyError::new("frontend", None, "an absolute path"))?;
+    let mode = mode.ok_or_else(|| KeyError::new("mode", None, "r or w"))?;
+    Ok(BackendKeys {
+        frontend,
+        params: text("params", params)?,
+        readonly: !mode.contains(&b'w'),
+        discard_enable: flag("discard-enable", discard.as_deref(), true)?,
+        cdrom: device_type.as_deref() == Some(b"cdrom"),
+        removable: flag("removable", removable.as_deref(), false)?,
+    })
+}
+
+fn text(key: &str, value: Option<Vec<u8>>) -> Result<Option<String>, KeyError> {
+    value
+        .map(|value| {
+            String::from_utf8(value)
+                .map_err(|error| KeyError::new(key, Some(error.as_bytes()), "UTF-8 text"))
+        })
+        .transpose()
+}
+
+fn flag(key: &str, value: Option<&[u8]>, default: bool) -> Result<bool, KeyError> {
+    match value {
+        None => Ok(default),
+        Some(b"0") => Ok(false),
+        Some(b"1") => Ok(true),
+        Some(other) => Err(KeyError::new(key, Some(other), "0 or 1")),
+    }
+}
