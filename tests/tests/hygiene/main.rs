@@ -150,8 +150,7 @@ fn files_and_functions_stay_short() {
     assert_none(
         sources()
             .iter()
-            .flat_map(|(path, source)| rules::lengths(path, source))
-            .collect(),
+            .flat_map(|(path, source)| rules::lengths(path, source)),
     );
 }
 
@@ -160,8 +159,7 @@ fn names_say_what_is_inside() {
     assert_none(
         files(|_| true)
             .iter()
-            .flat_map(|(path, _)| rules::names(path))
-            .collect(),
+            .flat_map(|(path, _)| rules::names(path)),
     );
 }
 
