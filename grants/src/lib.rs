@@ -26,6 +26,7 @@ mod mapping;
 mod memory;
 mod shared;
 mod slab;
+pub mod sys;
 mod table;
 
 use std::fmt;

@@ -16,10 +16,6 @@ pub struct Mapping {
 
 impl Mapping {
     /// `unmap` gives the grants back once the pages are no longer in our address space.
-    #[cfg_attr(
-        not(feature = "fake"),
-        expect(dead_code, reason = "the real devices come next")
-    )]
     pub(crate) fn new(region: Region, unmap: impl FnOnce() + 'static) -> Self {
         Self {
             region,

@@ -45,12 +45,17 @@ impl Region {
         Self::owning(base, len, Access::ReadWrite)
     }
 
-    /// The first `len` bytes of `file`, shared with everyone who maps it.
-    pub(crate) fn shared(file: BorrowedFd<'_>, len: usize, access: Access) -> io::Result<Self> {
+    /// `len` bytes of `file` from `offset`, shared with everyone who maps them.
+    pub(crate) fn shared(
+        file: BorrowedFd<'_>,
+        offset: u64,
+        len: usize,
+        access: Access,
+    ) -> io::Result<Self> {
         let prot = protection(access);
+        let flags = MapFlags::SHARED;
         // SAFETY: a new mapping at an address of the kernel's choice replaces nothing.
-        let base =
-            unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, MapFlags::SHARED, file, 0) }?;
+        let base = unsafe { rustix::mm::mmap(ptr::null_mut(), len, prot, flags, file, offset) }?;
         Self::owning(base, len, access)
     }
 

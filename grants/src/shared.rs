@@ -27,7 +27,7 @@ impl SharedPages {
         rustix::fs::ftruncate(&fd, size)?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size)?;
         rustix::fs::fcntl_add_seals(&fd, SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL)?;
-        let region = Region::shared(fd.as_fd(), bytes, Access::ReadWrite)?;
+        let region = Region::shared(fd.as_fd(), 0, bytes, Access::ReadWrite)?;
         Ok((Self { region }, fd))
     }
 
@@ -41,7 +41,7 @@ impl SharedPages {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         Ok(Self {
-            region: Region::shared(fd, bytes, access)?,
+            region: Region::shared(fd, 0, bytes, access)?,
         })
     }
 

@@ -148,10 +148,6 @@ impl Slab {
     }
 
     /// Address of `local..local + len` of the slab, for a grant copy, or None if it isn't all inside.
-    #[cfg_attr(
-        not(feature = "fake"),
-        expect(dead_code, reason = "the real devices come next")
-    )]
     pub(crate) fn window(&mut self, local: usize, len: usize) -> Option<&mut [u8]> {
         if !self.region.holds(local, len) {
             return None;
