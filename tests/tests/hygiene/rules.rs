@@ -114,8 +114,8 @@ fn is_test_file(path: &str) -> bool {
 
 /// Names that say nothing about what is inside.
 pub(crate) fn names(path: &str) -> Vec<String> {
-    const EMPTY: [&str; 8] = [
-        "util", "utils", "common", "helper", "helpers", "misc", "base", "shared",
+    const EMPTY: [&str; 7] = [
+        "util", "utils", "common", "helper", "helpers", "misc", "base",
     ];
     path.split('/')
         .map(|part| part.split('.').next().unwrap_or(part))
