@@ -147,3 +147,116 @@ fn words(header: &[u8]) -> Option<(u32, u32, u32, u32)> {
     };
     Some((word(0)?, word(4)?, word(8)?, word(12)?))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn all(parser: &mut Parser, mut input: &[u8]) -> Vec<Packet> {
+        let mut packets = Vec::new();
+        while let Some(packet) = parser.advance(&mut input).unwrap() {
+            packets.push(packet);
+        }
+        assert!(input.is_empty());
+        packets
+    }
+
+    fn packets() -> Vec<Packet> {
+        let packet = |op, payload: &[u8]| Packet {
+            op,
+            request: 0x0403_0201,
+            transaction: 7,
+            payload: payload.to_vec(),
+        };
+        vec![
+            packet(Op::READ, b"/a\0"),
+            packet(Op::WRITE, b""),
+            packet(Op::ERROR, b"ENOENT\0"),
+        ]
+    }
+
+    #[test]
+    fn header_is_four_little_endian_words() {
+        let mut bytes = Vec::new();
+        packets()[0].encode(&mut bytes).unwrap();
+        assert_eq!(bytes, b"\x02\0\0\0\x01\x02\x03\x04\x07\0\0\0\x03\0\0\0/a\0");
+    }
+
+    #[test]
+    fn every_split_in_three_gives_the_same_packets() {
+        let mut bytes = Vec::new();
+        for packet in packets() {
+            packet.encode(&mut bytes).unwrap();
+        }
+        for first in 0..=bytes.len() {
+            for second in first..=bytes.len() {
+                let mut parser = Parser::new(MAX_REQUEST);
+                let mut seen = Vec::new();
+                for part in [&bytes[..first], &bytes[first..second], &bytes[second..]] {
+                    seen.extend(all(&mut parser, part));
+                }
+                assert_eq!(seen, packets(), "split at {first} and {second}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_length_above_the_limit_is_refused_before_any_payload() {
+        for (length, fits) in [
+            (4096, true),
+            (4097, false),
+            (u32::MAX, false),
+            (1 << 31, false),
+        ] {
+            let mut header = vec![0; 12];
+            header.extend_from_slice(&u32::to_le_bytes(length));
+            let result = Parser::new(MAX_REQUEST).advance(&mut header.as_slice());
+            assert_eq!(result.is_ok(), fits, "{length}");
+        }
+    }
+
+    #[test]
+    fn memory_follows_the_bytes_not_the_claim() {
+        let mut header = vec![0; 12];
+        header.extend_from_slice(&(1_u32 << 20).to_le_bytes());
+        let mut parser = Parser::new(MAX_REPLY);
+        assert_eq!(parser.advance(&mut header.as_slice()), Ok(None));
+        assert_eq!(parser.advance(&mut [1, 2, 3].as_slice()), Ok(None));
+        assert!(parser.payload.capacity() < 4096);
+    }
+
+    proptest! {
+        #[test]
+        fn any_packets_survive_any_chunking(
+            packets in prop::collection::vec(
+                (any::<u32>(), any::<u32>(), any::<u32>(), prop::collection::vec(any::<u8>(), 0..200)),
+                0..8,
+            ),
+            chunk in 1_usize..64,
+        ) {
+            let packets: Vec<_> = packets
+                .into_iter()
+                .map(|(op, request, transaction, payload)| {
+                    Packet { op: Op(op), request, transaction, payload }
+                })
+                .collect();
+            let mut bytes = Vec::new();
+            for packet in &packets {
+                packet.encode(&mut bytes).unwrap();
+            }
+            let mut parser = Parser::new(MAX_REQUEST);
+            let seen: Vec<_> = bytes.chunks(chunk).flat_map(|part| all(&mut parser, part)).collect();
+            prop_assert_eq!(seen, packets);
+        }
+
+        #[test]
+        fn garbage_never_panics_and_stays_bounded(bytes in prop::collection::vec(any::<u8>(), 0..2000)) {
+            let mut parser = Parser::new(100);
+            let mut input = bytes.as_slice();
+            while let Ok(Some(packet)) = parser.advance(&mut input) {
+                prop_assert!(packet.payload.len() <= 100);
+            }
+        }
+    }
+}
