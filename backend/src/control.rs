@@ -7,6 +7,8 @@ use std::path::Path;
 
 use serde::{Deserialize, Serialize};
 
+use crate::stats::Snapshot;
+
 /// Longest line either side reads, newline included; a status of some thousand rings fits.
 pub const MAX_RESPONSE_BYTES: u64 = 4 << 20;
 
@@ -54,7 +56,7 @@ pub struct DiskStatus {
     pub devid: u32,
     /// `params` of the backend directory: what the disk serves.
     pub params: String,
-    /// The backend's XenBus state, its name in lower case.
+    /// The backend's XenBus state, by name.
     pub state: String,
     /// Capacity in bytes; absent until the target is open.
     pub size: Option<u64>,
@@ -73,6 +75,10 @@ pub struct RingStatus {
     pub queue: u32,
     /// Number of the worker that owns it.
     pub worker: u32,
+    /// That worker's process; absent for a thread.
+    pub pid: Option<u32>,
+    /// What the ring has done since it was attached.
+    pub counters: Snapshot,
 }
 
 /// Asks the supervisor listening on `path`, blocking until it answers.

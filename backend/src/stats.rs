@@ -12,7 +12,7 @@ macro_rules! counters {
         pub enum Counter { $($(#[doc = $doc])+ $variant,)+ }
 
         /// The counters as read once.
-        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize)]
+        #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
         pub struct Snapshot { $($(#[doc = $doc])+ pub $field: u64,)+ }
 
         const COUNTERS: usize = [$(Counter::$variant),+].len();

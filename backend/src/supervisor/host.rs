@@ -1,14 +1,79 @@
 //! Where the descriptors of a ring come from: the Xen devices of this host, or the mocked hypervisor.
 
-#[cfg(feature = "fake")]
-use std::path::PathBuf;
+use std::io;
+use std::os::fd::OwnedFd;
+
+use xenblk_grants::{DomId, sys};
+
+use super::{SupervisorError, io_error};
+use crate::message::HostKind;
 
 /// Where grant and event channel descriptors come from.
 #[derive(Clone, Debug)]
 pub enum HostSource {
-    /// `/dev/xen/gntdev` and `/dev/xen/evtchn`.
+    /// `/dev/xen/gntdev` and `/dev/xen/evtchn` of this host.
     Xen,
     /// The mocked hypervisor listening on this socket.
     #[cfg(feature = "fake")]
-    Fake(PathBuf),
+    Fake(std::path::PathBuf),
+}
+
+/// A host found usable.
+#[derive(Debug)]
+pub(super) enum Host {
+    Xen,
+    #[cfg(feature = "fake")]
+    Fake(xenblk_grants::fake::FakeHost),
+}
+
+/// Exists while a kernel backend is loaded that claims the same directories as we do.
+const BLKBACK: &str = "/sys/bus/xen-backend/drivers/vbd";
+
+impl Host {
+    /// Checks that the source can be used at all, so that a missing driver is one line at start and not
+    /// one per disk.
+    pub(super) fn find(source: &HostSource) -> Result<Self, SupervisorError> {
+        match source {
+            HostSource::Xen => {
+                let failed = |device, module| {
+                    let what = format!("{device} (is this a Xen domain with module {module}?)");
+                    |error| io_error(what, error)
+                };
+                sys::open_gntdev().map_err(failed(sys::GNTDEV, "xen-gntdev"))?;
+                // To see whether it is there; the domain does not matter.
+                sys::open_evtchn(DomId(0)).map_err(failed(sys::EVTCHN, "xen-evtchn"))?;
+                if std::path::Path::new(BLKBACK).exists() {
+                    let reason = "the kernel's xen-blkback is loaded and serves the same disks; expected it absent";
+                    return Err(io_error(BLKBACK.to_owned(), io::Error::other(reason)));
+                }
+                Ok(Self::Xen)
+            }
+            #[cfg(feature = "fake")]
+            HostSource::Fake(socket) => {
+                let failed =
+                    |error| io_error(format!("mocked hypervisor {}", socket.display()), error);
+                Ok(Self::Fake(
+                    xenblk_grants::fake::FakeHost::connect(socket).map_err(failed)?,
+                ))
+            }
+        }
+    }
+
+    /// Opens the gntdev and evtchn descriptors of one ring that serves `domid`.
+    pub(super) fn open_devices(&self, domid: u16) -> io::Result<(OwnedFd, OwnedFd)> {
+        match self {
+            Self::Xen => Ok((sys::open_gntdev()?, sys::open_evtchn(DomId(domid))?)),
+            #[cfg(feature = "fake")]
+            Self::Fake(host) => Ok((host.open_gntdev()?, host.open_evtchn(DomId(domid))?)),
+        }
+    }
+
+    /// How a worker has to use them.
+    pub(super) fn kind(&self) -> HostKind {
+        match self {
+            Self::Xen => HostKind::Xen,
+            #[cfg(feature = "fake")]
+            Self::Fake(_) => HostKind::Fake,
+        }
+    }
 }

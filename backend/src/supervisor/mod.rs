@@ -1,14 +1,28 @@
 //! The control plane: watches the backend directories of XenStore, runs one task per vbd, places rings
 //! on workers and answers on the control socket. It never touches a request's data; that is `worker`'s.
 
+mod board;
+mod connection;
+mod control_socket;
+mod device;
+mod disk;
+mod guest_log;
 mod host;
+mod process;
+mod service;
+mod workers;
 
 use std::ffi::OsString;
 use std::future::Future;
 use std::io;
 use std::path::PathBuf;
 
+use xenblk_xenstore::vbd;
+
 pub use host::HostSource;
+
+/// Most workers of one supervisor: fences of so many are looked at when it starts.
+pub const MAX_WORKERS: u32 = 256;
 
 /// How a supervisor is set up.
 #[derive(Clone, Debug)]
@@ -19,8 +33,8 @@ pub struct Options {
     pub host: HostSource,
     /// What a worker is.
     pub program: WorkerProgram,
-    /// Storage cores: at most this many workers, each started with its first ring. At least 1.
-    pub workers: usize,
+    /// Storage cores: at most this many workers, each started with its first ring. 1 to [`MAX_WORKERS`].
+    pub workers: u32,
     /// Where to listen for [`crate::control::Request`]s; nowhere if absent.
     pub control: Option<PathBuf>,
     /// What is offered to guests and reserved for them.
@@ -30,11 +44,12 @@ pub struct Options {
 /// What a worker is.
 #[derive(Clone, Debug)]
 pub enum WorkerProgram {
-    /// A process of its own: `path args.. --channel-fd N`, which calls `worker`'s `main`.
+    /// A process of its own: `path args.. --channel-fd 0`, which calls [`crate::worker::main`] with its
+    /// standard input.
     Process {
         /// The executable; `/proc/self/exe` never mixes the versions of an upgraded file.
         path: PathBuf,
-        /// Arguments before `--channel-fd N`, usually the hidden subcommand `worker`.
+        /// Arguments before `--channel-fd 0`, usually the hidden subcommand `worker`.
         args: Vec<OsString>,
     },
     /// A thread of this process, for tests.
@@ -75,9 +90,32 @@ impl Default for Limits {
     }
 }
 
-/// Why a supervisor could not start or go on.
+impl Limits {
+    /// The part a frontend negotiates. A frontend that names no protocol speaks the native one, as the
+    /// specification says.
+    fn negotiable(&self) -> vbd::Limits {
+        vbd::Limits {
+            max_queues: self.max_queues,
+            max_ring_page_order: self.max_ring_page_order,
+            max_indirect_segments: self.max_indirect_segments.into(),
+            default_protocol: vbd::Protocol::NATIVE,
+        }
+    }
+}
+
+/// Why a supervisor could not start.
 #[derive(Debug, thiserror::Error)]
 pub enum SupervisorError {
+    /// An option is out of range.
+    #[error("{option} is {value}, expected {expected}")]
+    Option {
+        /// Which.
+        option: &'static str,
+        /// What it says.
+        value: u64,
+        /// What it may be.
+        expected: String,
+    },
     /// A socket or device could not be used.
     #[error("{what}: {source}")]
     Io {
@@ -86,16 +124,67 @@ pub enum SupervisorError {
         /// What the system said.
         source: io::Error,
     },
+    /// XenStore could not be used.
+    #[error("XenStore at {}: {source}", path.display())]
+    Store {
+        /// Its socket.
+        path: PathBuf,
+        /// What went wrong.
+        source: xenblk_xenstore::Error,
+    },
 }
 
-/// Serves vbds until `shutdown` completes, then detaches every ring in order. Guests' states are left as
-/// they are: the next supervisor lets them reconnect. Needs a tokio runtime with I/O and time, and is
-/// made for the current-thread one.
+fn io_error(what: String, source: io::Error) -> SupervisorError {
+    SupervisorError::Io { what, source }
+}
+
+/// Serves vbds until `shutdown` completes, then detaches every ring in order: what guests had asked for
+/// is done and published, however long their storage takes. Guests' states are left as they are; the next
+/// supervisor lets them connect anew. Needs a tokio runtime with I/O and time; one thread is enough.
 pub async fn run(
     options: Options,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), SupervisorError> {
-    let _ = options;
-    shutdown.await;
+    options.check()?;
+    service::Service::start(options).await?.run(shutdown).await;
     Ok(())
+}
+
+impl Options {
+    fn check(&self) -> Result<(), SupervisorError> {
+        let Limits {
+            max_queues,
+            max_ring_page_order,
+            max_indirect_segments,
+            bounce_bytes,
+        } = self.limits;
+        let largest = u64::from(max_indirect_segments.max(11)) * 4096;
+        let ranges = [
+            (
+                "workers",
+                u64::from(self.workers),
+                1,
+                u64::from(MAX_WORKERS),
+            ),
+            ("max_queues", u64::from(max_queues), 1, 16),
+            ("max_ring_page_order", u64::from(max_ring_page_order), 0, 4),
+            (
+                "max_indirect_segments",
+                u64::from(max_indirect_segments),
+                0,
+                256,
+            ),
+            ("bounce_bytes", bounce_bytes, largest, 1 << 30),
+        ];
+        for (option, value, min, max) in ranges {
+            if !(min..=max).contains(&value) {
+                return Err(SupervisorError::Option {
+                    option,
+                    value,
+                    expected: format!("{min} to {max}"),
+                });
+            }
+        }
+        Ok(())
+    }
 }

@@ -1,0 +1,55 @@
+//! What the control socket shows: each device task posts its disk here, the socket's task reads.
+
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use parking_lot::Mutex;
+use xenblk_grants::SharedPages;
+use xenblk_xenstore::vbd::BackendPath;
+
+use crate::control::{DiskStatus, RingStatus, Status};
+use crate::stats::Reader;
+
+/// A ring's counters, read from the page its worker writes.
+pub(super) type Counters = Arc<Reader<SharedPages>>;
+
+/// A disk as its task last posted it.
+#[derive(Debug)]
+pub(super) struct Posted {
+    /// The disk, without rings.
+    pub(super) disk: DiskStatus,
+    /// Its rings, their counters still unread.
+    pub(super) rings: Vec<(RingStatus, Counters)>,
+}
+
+/// All disks.
+#[derive(Debug, Default)]
+pub(super) struct Board(Mutex<BTreeMap<BackendPath, Posted>>);
+
+impl Board {
+    /// Replaces what is shown of one disk.
+    pub(super) fn post(&self, path: BackendPath, posted: Posted) {
+        self.0.lock().insert(path, posted);
+    }
+
+    /// Forgets a disk.
+    pub(super) fn remove(&self, path: BackendPath) {
+        self.0.lock().remove(&path);
+    }
+
+    /// Every disk with its rings' counters as they are now.
+    pub(super) fn status(&self) -> Status {
+        let read = |(ring, counters): &(RingStatus, Counters)| RingStatus {
+            counters: counters.snapshot(),
+            ..ring.clone()
+        };
+        let disks = self.0.lock();
+        let disks = disks.values().map(|posted| DiskStatus {
+            rings: posted.rings.iter().map(read).collect(),
+            ..posted.disk.clone()
+        });
+        Status {
+            disks: disks.collect(),
+        }
+    }
+}

@@ -1,0 +1,372 @@
+//! One frontend's rings on the workers: made ready, attached all at once, detached all together. The
+//! device's task decides when; what the frontend published has been checked before it comes here.
+
+use std::collections::BTreeSet;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::os::fd::OwnedFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tracing::{debug, info, warn};
+use xenblk_grants::SharedPages;
+use xenblk_xenstore::vbd::{BackendPath, FrontendRings, QueueKeys};
+
+use super::Limits;
+use super::board::Counters;
+use super::host::Host;
+use super::workers::{NewRing, RingEvent, Workers};
+use crate::control::RingStatus;
+use crate::message::{Attach, Report, RingId};
+use crate::stats::{self, Reader};
+use crate::target::OpenedTarget;
+
+/// How often a dead worker's fence is looked at.
+const FENCE_POLL: Duration = Duration::from_millis(10);
+
+static NEXT_RING: AtomicU64 = AtomicU64::new(1);
+
+/// What the rings of a device have in common.
+#[derive(Clone, Debug)]
+pub(super) struct RingSetup {
+    pub(super) path: BackendPath,
+    pub(super) target: Arc<OpenedTarget>,
+    pub(super) host: Arc<Host>,
+    pub(super) limits: Limits,
+    pub(super) discard: bool,
+}
+
+/// The rings of one connected (or connecting, or closing) frontend.
+#[derive(Debug)]
+pub(super) struct Connection {
+    target: Arc<OpenedTarget>,
+    workers: Workers,
+    rings: Vec<Ring>,
+    announced: bool,
+    /// Set once a flush has failed: the disk refuses writes, one line says why.
+    degraded: Option<String>,
+    events: UnboundedReceiver<(RingId, RingEvent)>,
+}
+
+#[derive(Debug)]
+struct Ring {
+    id: RingId,
+    queue: u32,
+    slot: u32,
+    pid: Option<u32>,
+    state: RingState,
+    counters: Counters,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum RingState {
+    Attaching,
+    Serving,
+    /// Stopped by its worker, still mapped.
+    Failed,
+    /// Nothing of it is left in any worker; `lost` if its worker died, so that its fence must be awaited.
+    Gone {
+        lost: bool,
+    },
+}
+
+/// What a connection tells its device.
+#[derive(Debug)]
+pub(super) enum Change {
+    /// Something for the status board, or the last of the rings is now being served.
+    Progress,
+    /// A ring failed: one line for the administrator.
+    Failed(String),
+    /// The disk refuses writes from now on, as every ring has been told: one line for the administrator.
+    Degraded(String),
+}
+
+/// One ring made ready: everything opened, nothing handed over yet.
+struct ReadyRing {
+    attach: Box<Attach>,
+    fds: Vec<OwnedFd>,
+    counters: Counters,
+}
+
+impl Connection {
+    /// Opens what the rings need, off this thread, and hands them to the workers. The error is one line.
+    pub(super) async fn start(
+        setup: RingSetup,
+        rings: FrontendRings,
+        workers: Workers,
+    ) -> Result<Self, String> {
+        let target = Arc::clone(&setup.target);
+        let path = setup.path;
+        let ready = tokio::task::spawn_blocking(move || {
+            rings
+                .queues
+                .iter()
+                .zip(0..)
+                .map(|(keys, queue)| make_ready(&setup, &rings, keys, queue))
+                .collect()
+        });
+        let ready: Result<Vec<_>, String> = ready.await.map_err(|error| error.to_string())?;
+        let (events_tx, events) = unbounded_channel();
+        let place = |ready: ReadyRing| {
+            let (ring, queue) = (ready.attach.ring, ready.attach.queue);
+            let slot = slot_of(path, queue, workers.count());
+            workers.attach(
+                slot,
+                NewRing {
+                    attach: ready.attach,
+                    fds: ready.fds,
+                    events: events_tx.clone(),
+                },
+            );
+            Ring {
+                id: ring,
+                queue,
+                slot,
+                pid: None,
+                state: RingState::Attaching,
+                counters: ready.counters,
+            }
+        };
+        let rings = ready?.into_iter().map(place).collect();
+        Ok(Self {
+            target,
+            workers,
+            rings,
+            announced: false,
+            degraded: None,
+            events,
+        })
+    }
+
+    /// Every ring is being served.
+    pub(super) fn is_serving(&self) -> bool {
+        self.rings
+            .iter()
+            .all(|ring| ring.state == RingState::Serving)
+    }
+
+    /// A ring will never be served (again).
+    pub(super) fn is_broken(&self) -> bool {
+        self.rings
+            .iter()
+            .any(|ring| matches!(ring.state, RingState::Failed | RingState::Gone { .. }))
+    }
+
+    /// State Connected has been written for these rings.
+    pub(super) fn is_announced(&self) -> bool {
+        self.announced
+    }
+
+    /// See [`is_announced`](Self::is_announced).
+    pub(super) fn set_announced(&mut self) {
+        self.announced = true;
+    }
+
+    /// Why the disk refuses writes, if it does.
+    pub(super) fn degraded(&self) -> Option<&str> {
+        self.degraded.as_deref()
+    }
+
+    /// Number of rings.
+    pub(super) fn queues(&self) -> u32 {
+        u32::try_from(self.rings.len()).unwrap_or(u32::MAX)
+    }
+
+    /// The rings for the status board.
+    pub(super) fn status(&self) -> Vec<(RingStatus, Counters)> {
+        let live = self
+            .rings
+            .iter()
+            .filter(|ring| !matches!(ring.state, RingState::Gone { .. }));
+        live.map(|ring| {
+            let status = RingStatus {
+                queue: ring.queue,
+                worker: ring.slot,
+                pid: ring.pid,
+                counters: stats::Snapshot::default(),
+            };
+            (status, Arc::clone(&ring.counters))
+        })
+        .collect()
+    }
+
+    /// The next thing that happens to a ring. Cancellation-safe.
+    pub(super) async fn changed(&mut self) -> Change {
+        match self.events.recv().await {
+            Some((ring, event)) => self.apply(ring, event),
+            // Every sender is gone: no ring is left, and `close` has nothing to wait for.
+            None => std::future::pending().await,
+        }
+    }
+
+    fn apply(&mut self, id: RingId, event: RingEvent) -> Change {
+        let Some(ring) = self.rings.iter_mut().find(|ring| ring.id == id) else {
+            warn!(?id, "event for a ring that isn't ours");
+            return Change::Progress;
+        };
+        let queue = ring.queue;
+        match event {
+            RingEvent::Placed { pid } => ring.pid = pid,
+            RingEvent::Report(Report::Attached { .. }) if ring.state == RingState::Attaching => {
+                ring.state = RingState::Serving;
+            }
+            RingEvent::Report(Report::Detached { .. }) => {
+                ring.state = RingState::Gone { lost: false }
+            }
+            RingEvent::Report(Report::AttachFailed { reason, .. }) => {
+                ring.state = RingState::Gone { lost: false };
+                return Change::Failed(format!("queue {queue}: cannot attach: {reason}"));
+            }
+            RingEvent::Report(Report::Failed { reason, .. }) => {
+                ring.state = RingState::Failed;
+                return Change::Failed(format!("queue {queue}: {reason}"));
+            }
+            RingEvent::Report(Report::FlushFailed { reason, .. }) if self.degraded.is_none() => {
+                let reason = format!(
+                    "queue {queue}: {reason}; nothing is written until the frontend connects anew"
+                );
+                self.degraded = Some(reason.clone());
+                self.spread_flush_failure(id);
+                return Change::Degraded(reason);
+            }
+            RingEvent::Lost { reason } => {
+                ring.state = RingState::Gone { lost: true };
+                return Change::Failed(format!("queue {queue}: {reason}"));
+            }
+            RingEvent::Report(report) => debug!(?report, "unexpected report"),
+        }
+        Change::Progress
+    }
+
+    /// A flush that failed on one ring has failed for all: what any of them wrote may be lost.
+    fn spread_flush_failure(&self, origin: RingId) {
+        for ring in self.rings.iter().filter(|ring| ring.id != origin) {
+            self.workers.flush_failed(ring.slot, ring.id);
+        }
+    }
+
+    /// Detaches every ring and returns once no worker has anything of them left, nor the storage any
+    /// request of a worker that died.
+    pub(super) async fn close(mut self) {
+        for ring in &self.rings {
+            if !matches!(ring.state, RingState::Gone { .. }) {
+                self.workers.detach(ring.slot, ring.id);
+            }
+        }
+        while self
+            .rings
+            .iter()
+            .any(|ring| !matches!(ring.state, RingState::Gone { .. }))
+        {
+            let Some((ring, event)) = self.events.recv().await else {
+                break;
+            };
+            if let Change::Failed(reason) = self.apply(ring, event) {
+                info!(reason, "while detaching");
+            }
+        }
+        let lost = self
+            .rings
+            .iter()
+            .filter(|ring| ring.state == RingState::Gone { lost: true });
+        let slots: BTreeSet<u32> = lost.map(|ring| ring.slot).collect();
+        await_fences(&self.target, slots).await;
+    }
+}
+
+/// Waits until no request of the dead workers of `slots` can reach the target any more, as long as the
+/// storage takes: a write landing later would overwrite a newer one.
+pub(super) async fn await_fences(target: &Arc<OpenedTarget>, slots: BTreeSet<u32>) {
+    let slots = Arc::new(slots);
+    let mut waited = false;
+    loop {
+        let (target, slots) = (Arc::clone(target), Arc::clone(&slots));
+        let held = tokio::task::spawn_blocking(move || held_fence(&target, &slots)).await;
+        match held {
+            Ok(Ok(None)) => return,
+            Ok(Ok(Some(_))) if waited => {}
+            Ok(Ok(Some(slot))) => info!(slot, "waiting for the I/O of a dead worker to end"),
+            Ok(Err(error)) if !waited => warn!(%error, "cannot look at the fence of a dead worker"),
+            Ok(Err(_)) => {}
+            Err(error) => warn!(%error, "looking at the fence of a dead worker"),
+        }
+        waited = true;
+        tokio::time::sleep(FENCE_POLL).await;
+    }
+}
+
+/// One of `slots` whose worker still has I/O under way.
+fn held_fence(target: &OpenedTarget, slots: &BTreeSet<u32>) -> std::io::Result<Option<u32>> {
+    for &slot in slots {
+        if !target.fence_free(slot)? {
+            return Ok(Some(slot));
+        }
+    }
+    Ok(None)
+}
+/// Queue i of a disk goes to worker (hash(disk) + i) mod W: a disk's queues spread, and so do disks.
+fn slot_of(path: BackendPath, queue: u32, workers: u32) -> u32 {
+    let mut hasher = DefaultHasher::new();
+    path.hash(&mut hasher);
+    let slot = hasher.finish().wrapping_add(u64::from(queue)) % u64::from(workers.max(1));
+    u32::try_from(slot).unwrap_or(0)
+}
+
+fn make_ready(
+    setup: &RingSetup,
+    rings: &FrontendRings,
+    keys: &QueueKeys,
+    queue: u32,
+) -> Result<ReadyRing, String> {
+    let failed = |what: &'static str| move |error| format!("queue {queue}: {what}: {error}");
+    let (gntdev, evtchn) = setup
+        .host
+        .open_devices(setup.path.domid)
+        .map_err(failed("open devices"))?;
+    let protocol = rings.protocol.as_str();
+    let abi = xenblk_ring::Abi::from_protocol(protocol)
+        .ok_or_else(|| format!("unknown protocol {protocol}"))?;
+    let entries = abi.entries(rings.pages);
+    let name = format!(
+        "xenblkd-journal-{}-{}-{queue}",
+        setup.path.domid, setup.path.devid
+    );
+    let (_, journal) = SharedPages::create(&name, xenblk_ring::journal_bytes(entries))
+        .map_err(failed("create journal"))?;
+    let name = format!(
+        "xenblkd-statistics-{}-{}-{queue}",
+        setup.path.domid, setup.path.devid
+    );
+    let (page, statistics) =
+        SharedPages::create(&name, stats::BYTES).map_err(failed("create statistics page"))?;
+    let (target, target_fds) = setup
+        .target
+        .incarnation()
+        .map_err(failed("open the target for a worker"))?;
+    let mut fds = vec![gntdev, evtchn, journal, statistics];
+    fds.extend(target_fds);
+    let attach = Attach {
+        ring: RingId(NEXT_RING.fetch_add(1, Ordering::Relaxed)),
+        domid: setup.path.domid,
+        devid: setup.path.devid,
+        queue,
+        queues: u32::try_from(rings.queues.len()).unwrap_or(u32::MAX),
+        protocol: protocol.to_owned(),
+        ring_refs: keys.ring_refs.clone(),
+        event_channel: keys.event_channel,
+        max_indirect_segments: setup.limits.max_indirect_segments,
+        bounce_bytes: setup.limits.bounce_bytes,
+        readonly: setup.target.capabilities().readonly,
+        discard: setup.discard,
+        host: setup.host.kind(),
+        target,
+        // Known once the ring has a worker.
+        incarnation: 0,
+    };
+    Ok(ReadyRing {
+        attach: Box::new(attach),
+        fds,
+        counters: Arc::new(Reader::new(page)),
+    })
+}

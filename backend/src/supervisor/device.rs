@@ -1,0 +1,592 @@
+//! One vbd: a task that reads what XenStore says, asks `xenbus::step` what to do and does it, again and
+//! again until there is nothing to do. It owns the device's target and its connection; everything
+//! that goes wrong here ends in this device's `error` node and nowhere else.
+
+use std::collections::BTreeSet;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
+
+use tokio::sync::{Notify, watch};
+use tracing::{Instrument, debug, info, info_span, warn};
+use xenblk_xenstore::vbd::{
+    self, BackendKeys, BackendPath, Believed, DeviceProperties, DiscardProperties, KeyError,
+    ReadError,
+};
+use xenblk_xenstore::xenbus::{self, Action, Situation, State, Target};
+use xenblk_xenstore::{Client, Error, Tx};
+
+use super::board::{Board, Posted};
+use super::connection::{Change, Connection, RingSetup, await_fences};
+use super::disk::Disk;
+use super::guest_log::GuestLog;
+use super::host::Host;
+use super::workers::Workers;
+use super::{Limits, MAX_WORKERS};
+use crate::control::DiskStatus;
+
+/// A target that opens within this time is open before InitWait is shown, so that a toolstack sees a
+/// bad one at once. libxl waits ten seconds for InitWait; a slow target must not use them up.
+const GRACE: Duration = Duration::from_secs(1);
+
+/// When a turn that XenStore refused is taken again.
+const RETRY: Duration = Duration::from_millis(500);
+
+/// A connection to XenStore. The generation tells apart what was registered on which.
+#[derive(Clone, Debug)]
+pub(super) struct Session {
+    pub(super) client: Client,
+    pub(super) generation: u64,
+}
+
+/// How a device's task is woken; wakes between two looks count once.
+#[derive(Debug, Default)]
+pub(super) struct Wake {
+    notify: Notify,
+    pending: AtomicBool,
+    /// A domain has died since the task last looked; maybe this device's.
+    released: AtomicBool,
+}
+
+impl Wake {
+    /// Something the device depends on may have changed.
+    pub(super) fn look(&self) {
+        self.pending.store(true, Ordering::Relaxed);
+        self.notify.notify_one();
+    }
+
+    /// Some domain has died.
+    pub(super) fn domain_released(&self) {
+        self.released.store(true, Ordering::Relaxed);
+        self.look();
+    }
+
+    /// Woken since the task last began to look.
+    pub(super) fn is_pending(&self) -> bool {
+        self.pending.load(Ordering::Relaxed)
+    }
+}
+
+/// What all device tasks have in common.
+#[derive(Clone, Debug)]
+pub(super) struct Common {
+    pub(super) host: Arc<Host>,
+    pub(super) workers: Workers,
+    pub(super) limits: Limits,
+    pub(super) board: Arc<Board>,
+    /// The present connection to XenStore; `None` while there is none.
+    pub(super) session: watch::Receiver<Option<Session>>,
+    /// Turns true when the supervisor ends.
+    pub(super) stopping: watch::Receiver<bool>,
+}
+
+/// Why the device can't serve its frontend.
+#[derive(Debug)]
+struct Trouble {
+    reason: String,
+    /// The frontend's state at that time: when it changes, the device gets another chance.
+    theirs: Option<State>,
+    /// The `error` node says so.
+    posted: bool,
+}
+
+/// The task's own state.
+#[derive(Debug)]
+pub(super) struct Device {
+    path: BackendPath,
+    common: Common,
+    wake: Arc<Wake>,
+    /// The watched frontend node, with the session it is watched on.
+    watched: Option<(u64, String)>,
+    /// The backend directory's keys when they were last usable.
+    keys: Option<BackendKeys>,
+    theirs: Option<State>,
+    disk: Disk,
+    connection: Option<Connection>,
+    trouble: Option<Trouble>,
+    /// For the `error` node, of a device that goes on all the same.
+    notice: Option<String>,
+    /// The domain is gone for good.
+    dead: bool,
+    /// Whether workers of an earlier supervisor may still have I/O under way; unknown before the first look.
+    predecessor: Option<bool>,
+    /// Until when InitWait is held back.
+    held: Option<Instant>,
+    log: GuestLog,
+}
+
+/// What the store says now.
+#[derive(Debug)]
+struct Look {
+    ours: Believed,
+    keys: BackendKeys,
+}
+
+/// What a turn came to.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Turn {
+    /// Something was done: look again.
+    Again,
+    /// Nothing to do until woken.
+    Wait,
+    /// The directory is gone.
+    Gone,
+}
+
+/// The token of a device's frontend watch.
+pub(super) fn frontend_token(path: &BackendPath) -> String {
+    format!("frontend of {path}")
+}
+
+/// The device whose frontend watch has `token`.
+pub(super) fn device_of_token(token: &str) -> Option<BackendPath> {
+    BackendPath::parse(token.strip_prefix("frontend of ")?).map(|(path, _)| path)
+}
+
+impl Device {
+    pub(super) fn new(path: BackendPath, common: Common, wake: Arc<Wake>) -> Self {
+        Self {
+            path,
+            common,
+            wake,
+            watched: None,
+            keys: None,
+            theirs: None,
+            disk: Disk::new(),
+            connection: None,
+            trouble: None,
+            notice: None,
+            dead: false,
+            predecessor: None,
+            held: None,
+            log: GuestLog::new(),
+        }
+    }
+
+    /// Runs until the directory is gone or the supervisor stops; either way every ring is detached then.
+    pub(super) async fn run(self) {
+        let span = info_span!("vbd", domid = self.path.domid, devid = self.path.devid);
+        self.serve().instrument(span).await;
+    }
+
+    async fn serve(mut self) {
+        let mut gone = false;
+        while !gone && !*self.common.stopping.borrow() {
+            self.wake.pending.store(false, Ordering::Relaxed);
+            let session = self.common.session.borrow_and_update().clone();
+            let turn = match &session {
+                Some(session) => self.turn(session).await,
+                None => Ok(Turn::Wait),
+            };
+            match turn {
+                Ok(Turn::Again) => {}
+                Ok(Turn::Gone) => gone = true,
+                Ok(Turn::Wait) => self.wait(false).await,
+                Err(error) => {
+                    debug!(%error, "XenStore refused a step");
+                    self.wait(true).await;
+                }
+            }
+        }
+        self.disconnect().await;
+        self.disk.release();
+        self.common.board.remove(self.path);
+        if let Err(error) = self.forget(gone).await {
+            debug!(%error, "cannot clean up in XenStore");
+        }
+    }
+
+    /// Leaves nothing of ours in the store: the watch, and for a device that is gone its error node.
+    async fn forget(&mut self, gone: bool) -> Result<(), Error> {
+        let session = self.common.session.borrow().clone();
+        let Some(Session { client, generation }) = session else {
+            return Ok(());
+        };
+        if let Some((on, node)) = self.watched.take()
+            && on == generation
+        {
+            client.unwatch(&node, &frontend_token(&self.path)).await?;
+        }
+        if gone {
+            self.clear_error(&client).await
+        } else {
+            Ok(())
+        }
+    }
+
+    /// Waits for anything that could change the next turn.
+    async fn wait(&mut self, retry: bool) {
+        let retry_at = retry.then(|| Instant::now() + RETRY);
+        let timer = [retry_at, self.held].into_iter().flatten().min();
+        let connection = self.connection.as_mut();
+        let ring = async {
+            match connection {
+                Some(connection) => connection.changed().await,
+                None => std::future::pending().await,
+            }
+        };
+        let change = tokio::select! {
+            biased;
+            _ = self.common.stopping.wait_for(|stop| *stop) => return,
+            change = ring => change,
+            () = self.disk.opened() => return,
+            () = self.wake.notify.notified() => return,
+            _ = self.common.session.changed() => return,
+            () = tokio::time::sleep_until(timer.unwrap_or_else(Instant::now).into()), if timer.is_some() => return,
+        };
+        match change {
+            Change::Progress => {}
+            Change::Failed(reason) => self.trouble(reason),
+            Change::Degraded(reason) => {
+                warn!("{reason}");
+                self.notice = Some(reason);
+            }
+        }
+    }
+
+    /// Takes note of what is wrong. The first reason is the cause; what follows from it isn't worth a line.
+    fn trouble(&mut self, reason: String) {
+        if self.trouble.is_some() {
+            debug!("{reason}");
+            return;
+        }
+        if let Some(suppressed) = self.log.admit() {
+            warn!(suppressed, "{reason}");
+        }
+        self.trouble = Some(Trouble {
+            reason,
+            theirs: self.theirs,
+            posted: false,
+        });
+    }
+
+    async fn turn(&mut self, session: &Session) -> Result<Turn, Error> {
+        let client = &session.client;
+        let Some(ours) = vbd::read_believed(client, Tx::NONE, &self.path).await? else {
+            return Ok(Turn::Gone);
+        };
+        let turn = match self.look(session, ours).await? {
+            Some(look) => self.act(client, &look).await,
+            None => self.post_error(client).await.map(|()| Turn::Wait),
+        };
+        self.post(ours);
+        turn
+    }
+
+    /// Reads the rest; `None` while the toolstack's keys are unusable.
+    async fn look(&mut self, session: &Session, ours: Believed) -> Result<Option<Look>, Error> {
+        let client = &session.client;
+        match vbd::read_backend(client, Tx::NONE, &self.path).await {
+            Ok(keys) => self.keys = Some(keys),
+            Err(ReadError::Store(error)) => return Err(error),
+            // A directory that is being written, or taken apart, key by key.
+            Err(ReadError::Key(error)) if self.keys.is_none() => {
+                self.trouble(self.key_trouble(&error));
+                return Ok(None);
+            }
+            Err(ReadError::Key(error)) => debug!("ignored: {}", self.key_trouble(&error)),
+        }
+        let Some(keys) = self.keys.clone() else {
+            return Ok(None);
+        };
+        self.watch_frontend(session, &keys.frontend).await?;
+        if self.wake.released.swap(false, Ordering::Relaxed) && !self.dead {
+            match client.is_domain_introduced(self.path.domid).await {
+                Ok(introduced) => self.dead = !introduced,
+                Err(error) => {
+                    self.wake.released.store(true, Ordering::Relaxed);
+                    return Err(error);
+                }
+            }
+        }
+        let theirs = if self.dead {
+            None
+        } else {
+            vbd::read_state(client, Tx::NONE, &keys.frontend).await?
+        };
+        if theirs != self.theirs {
+            debug!(?theirs, ours = ?ours.state, "frontend");
+        }
+        self.theirs = theirs;
+        Ok(Some(Look { ours, keys }))
+    }
+
+    fn key_trouble(&self, error: &KeyError) -> String {
+        format!("{}: {error}", self.path)
+    }
+
+    /// Watches the frontend's `state`, nothing else of it: a guest can write as much as it likes.
+    async fn watch_frontend(&mut self, session: &Session, frontend: &str) -> Result<(), Error> {
+        let node = format!("{frontend}/state");
+        let token = frontend_token(&self.path);
+        match &self.watched {
+            Some((on, watched)) if *on == session.generation && *watched == node => return Ok(()),
+            Some((on, watched)) if *on == session.generation => {
+                session.client.unwatch(watched, &token).await?;
+            }
+            _ => {}
+        }
+        self.watched = None;
+        match session.client.watch(&node, &token).await {
+            Ok(()) | Err(Error::Exists) => {}
+            Err(error) => return Err(error),
+        }
+        self.watched = Some((session.generation, node));
+        Ok(())
+    }
+
+    async fn act(&mut self, client: &Client, look: &Look) -> Result<Turn, Error> {
+        // Before the trouble may be forgotten, and for what the look brings.
+        self.post_error(client).await?;
+        self.reconsider(look);
+        self.post_error(client).await?;
+        let broken = self.connection.as_ref().is_some_and(Connection::is_broken);
+        let target = if broken || self.trouble.is_some() {
+            Target::Failed
+        } else {
+            self.disk.readiness()
+        };
+        let connected = self.connection.is_some();
+        let (ours, online) = (Some(look.ours.state), look.ours.online);
+        let now = Situation {
+            ours,
+            theirs: self.theirs,
+            online,
+            target,
+            connected,
+        };
+        if let Some(connection) = &self.connection
+            && !connection.is_announced()
+            && xenbus::step(Situation {
+                connected: false,
+                ..now
+            }) == Action::Connect
+        {
+            // Coming up, and still wanted.
+            return if connection.is_serving() {
+                self.announce(client, look).await
+            } else {
+                Ok(Turn::Wait)
+            };
+        }
+        let action = xenbus::step(now);
+        if self.predecessor == Some(true)
+            && !matches!(action, Action::Wait | Action::Close | Action::Remove)
+        {
+            self.await_predecessor().await;
+            return Ok(Turn::Again);
+        }
+        match action {
+            Action::Wait => Ok(Turn::Wait),
+            Action::PublishInitWait if self.hold(look) => Ok(Turn::Wait),
+            Action::PublishInitWait => self.publish(client, look, State::InitWait).await,
+            Action::Connect => self.connect(client, look).await,
+            Action::Close => self.publish(client, look, State::Closing).await,
+            Action::Disconnect { then } => {
+                self.disconnect().await;
+                if then == State::Closed && !online {
+                    self.disk.release();
+                }
+                self.publish(client, look, then).await
+            }
+            Action::Remove => Ok(Turn::Gone),
+        }
+    }
+
+    /// What the look means for the target and for earlier trouble.
+    fn reconsider(&mut self, look: &Look) {
+        if self
+            .trouble
+            .as_ref()
+            .is_some_and(|trouble| trouble.theirs != self.theirs)
+        {
+            self.trouble = None;
+            self.disk.forgive();
+        }
+        let ours = look.ours.state;
+        if self.predecessor.is_none() {
+            let fresh = matches!(ours, State::Unknown | State::Initialising | State::Closed);
+            self.predecessor = Some(!fresh);
+            if ours == State::Connected
+                && matches!(self.theirs, Some(State::Initialised | State::Connected))
+            {
+                let reason =
+                    "the backend that served this disk has ended; the frontend has to connect anew";
+                self.trouble(reason.to_owned());
+            }
+        }
+        let wanted = look.ours.online || self.predecessor == Some(true);
+        if wanted && self.connection.is_none() {
+            self.disk.choose(&look.keys);
+        }
+        if let Some(reason) = self.disk.failure().map(str::to_owned)
+            && self.trouble.is_none()
+        {
+            self.trouble(reason);
+        }
+    }
+
+    /// Whether to keep back InitWait a little longer for the target.
+    fn hold(&mut self, look: &Look) -> bool {
+        let first = matches!(look.ours.state, State::Unknown | State::Initialising);
+        let until = self
+            .disk
+            .opening_since()
+            .filter(|_| first)
+            .map(|since| since + GRACE);
+        self.held = until.filter(|until| Instant::now() < *until);
+        self.held.is_some()
+    }
+
+    /// Waits until no request of an earlier supervisor's workers can reach the target any more, or until
+    /// this supervisor stops. Reads that come late hurt nobody.
+    async fn await_predecessor(&mut self) {
+        let mut stopping = self.common.stopping.clone();
+        let disk = &mut self.disk;
+        let ended = async {
+            if disk.opening_since().is_some() {
+                disk.opened().await;
+            }
+            match disk.target() {
+                Some(target) if !target.capabilities().readonly => {
+                    await_fences(target, (0..MAX_WORKERS).collect::<BTreeSet<_>>()).await;
+                }
+                _ => {}
+            }
+        };
+        tokio::select! {
+            () = ended => self.predecessor = Some(false),
+            _ = stopping.wait_for(|stop| *stop) => {}
+        }
+    }
+
+    /// Reads the frontend's parameters, once, and hands its rings to the workers.
+    async fn connect(&mut self, client: &Client, look: &Look) -> Result<Turn, Error> {
+        let Some(target) = self.disk.target().map(Arc::clone) else {
+            return Ok(Turn::Wait);
+        };
+        let limits = self.common.limits.negotiable();
+        let rings = match vbd::read_frontend(client, Tx::NONE, &look.keys.frontend, &limits).await {
+            Ok(rings) => rings,
+            Err(ReadError::Store(error)) => return Err(error),
+            Err(ReadError::Key(error)) => {
+                self.trouble(format!("{}: {error}", look.keys.frontend));
+                return Ok(Turn::Again);
+            }
+        };
+        info!(
+            queues = rings.queues.len(),
+            pages = rings.pages,
+            protocol = rings.protocol.as_str(),
+            "connecting"
+        );
+        let setup = RingSetup {
+            path: self.path,
+            target,
+            host: Arc::clone(&self.common.host),
+            limits: self.common.limits,
+            discard: look.keys.discard_enable,
+        };
+        match Connection::start(setup, rings, self.common.workers.clone()).await {
+            Ok(connection) => self.connection = Some(connection),
+            Err(reason) => self.trouble(reason),
+        }
+        Ok(Turn::Again)
+    }
+
+    /// Every ring is being served: shows the disk and state Connected, in one transaction.
+    async fn announce(&mut self, client: &Client, look: &Look) -> Result<Turn, Error> {
+        let (Some(target), Some(connection)) = (self.disk.target(), &mut self.connection) else {
+            return Ok(Turn::Wait);
+        };
+        let keys = vbd::device_keys(&properties(target, &look.keys), connection.queues());
+        let outcome = vbd::publish(client, &self.path, look.ours, &keys, State::Connected).await?;
+        if outcome == vbd::Outcome::Written {
+            connection.set_announced();
+            info!(%target, "connected");
+            self.clear_error(client).await?;
+        }
+        Ok(Turn::Again)
+    }
+
+    async fn publish(&mut self, client: &Client, look: &Look, state: State) -> Result<Turn, Error> {
+        let keys = match state {
+            State::InitWait => vbd::transport_keys(&self.common.limits.negotiable()),
+            _ => Vec::new(),
+        };
+        let outcome = vbd::publish(client, &self.path, look.ours, &keys, state).await?;
+        debug!(?state, ?outcome, "published");
+        Ok(Turn::Again)
+    }
+
+    async fn disconnect(&mut self) {
+        if let Some(connection) = self.connection.take() {
+            connection.close().await;
+            info!("disconnected");
+        }
+    }
+
+    async fn post_error(&mut self, client: &Client) -> Result<(), Error> {
+        if let Some(notice) = &self.notice {
+            vbd::report_error(client, &self.path, notice).await?;
+            self.notice = None;
+        }
+        if let Some(trouble) = self.trouble.as_mut().filter(|trouble| !trouble.posted) {
+            vbd::report_error(client, &self.path, &trouble.reason).await?;
+            trouble.posted = true;
+        }
+        Ok(())
+    }
+
+    async fn clear_error(&self, client: &Client) -> Result<(), Error> {
+        match client.rm(Tx::NONE, &self.path.error_key()).await {
+            Err(Error::NoEntry) => Ok(()),
+            done => done,
+        }
+    }
+
+    /// Shows the disk to the control socket.
+    fn post(&self, ours: Believed) {
+        let keys = self.keys.as_ref();
+        let trouble = self.trouble.as_ref().map(|trouble| trouble.reason.as_str());
+        let error = trouble.or(self.connection.as_ref().and_then(Connection::degraded));
+        let disk = DiskStatus {
+            domid: self.path.domid,
+            devid: self.path.devid,
+            params: keys
+                .and_then(|keys| keys.params.clone())
+                .unwrap_or_default(),
+            state: format!("{:?}", ours.state),
+            size: self.disk.target().map(|target| target.geometry().size),
+            readonly: keys.is_some_and(|keys| keys.readonly),
+            error: error.map(str::to_owned),
+            rings: Vec::new(),
+        };
+        let rings = self
+            .connection
+            .as_ref()
+            .map(Connection::status)
+            .unwrap_or_default();
+        self.common.board.post(self.path, Posted { disk, rings });
+    }
+}
+
+/// The disk as the frontend will see it.
+fn properties(target: &crate::target::OpenedTarget, keys: &BackendKeys) -> DeviceProperties {
+    let (geometry, capabilities) = (target.geometry(), target.capabilities());
+    let discard = capabilities.discard && keys.discard_enable && !capabilities.readonly;
+    let granularity = capabilities.discard_granularity;
+    DeviceProperties {
+        sectors: geometry.size / crate::target::SECTOR,
+        sector_size: geometry.sector_size,
+        physical_sector_size: geometry.physical_sector_size,
+        readonly: capabilities.readonly,
+        cdrom: keys.cdrom,
+        removable: keys.removable,
+        flush: capabilities.flush,
+        discard: discard.then_some(DiscardProperties {
+            granularity,
+            alignment: 0,
+        }),
+    }
+}
