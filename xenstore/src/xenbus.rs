@@ -256,3 +256,7 @@ fn start(ours: State, now: Situation) -> Action {
         _ => Action::Wait,
     }
 }
+
+#[cfg(test)]
+#[path = "xenbus_tests.rs"]
+mod tests;

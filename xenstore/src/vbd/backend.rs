@@ -65,8 +65,14 @@ fn parse(domid: u16, values: [Option<Vec<u8>>; 7]) -> Result<BackendKeys, KeyErr
         ));
     }
     let frontend = text("frontend", frontend)?
-        .filter(|path| path.starts_with('/') && !path.contains('\0'))
         .ok_or_else(|| KeyError::new("frontend", None, "an absolute path"))?;
+    if !frontend.starts_with('/') || frontend.contains('\0') {
+        return Err(KeyError::new(
+            "frontend",
+            Some(frontend.as_bytes()),
+            "an absolute path",
+        ));
+    }
     let mode = mode.ok_or_else(|| KeyError::new("mode", None, "r or w"))?;
     Ok(BackendKeys {
         frontend,
@@ -93,5 +99,81 @@ fn flag(key: &str, value: Option<&[u8]>, default: bool) -> Result<bool, KeyError
         Some(b"0") => Ok(false),
         Some(b"1") => Ok(true),
         Some(other) => Err(KeyError::new(key, Some(other), "0 or 1")),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn parsed(changes: &[(&str, &str)]) -> Result<BackendKeys, String> {
+        let libxl = [
+            "/local/domain/1/device/vbd/51712",
+            "1",
+            "/dev/vdd",
+            "w",
+            "1",
+            "disk",
+            "0",
+        ];
+        let mut values = libxl.map(|value| Some(value.as_bytes().to_vec()));
+        for (key, value) in changes {
+            let index = KEYS.iter().position(|known| known == key).unwrap();
+            values[index] = (*value != "-").then(|| value.as_bytes().to_vec());
+        }
+        parse(1, values).map_err(|error| error.to_string())
+    }
+
+    #[test]
+    fn what_libxl_writes() {
+        let keys = BackendKeys {
+            frontend: "/local/domain/1/device/vbd/51712".to_owned(),
+            params: Some("/dev/vdd".to_owned()),
+            readonly: false,
+            discard_enable: true,
+            cdrom: false,
+            removable: false,
+        };
+        assert_eq!(parsed(&[]), Ok(keys.clone()));
+        assert_eq!(
+            parsed(&[("discard-enable", "-"), ("removable", "")]),
+            Ok(keys)
+        );
+        let cd = parsed(&[("params", ""), ("mode", "r"), ("device-type", "cdrom")]).unwrap();
+        assert_eq!((cd.params, cd.readonly, cd.cdrom), (None, true, true));
+        assert!(
+            !parsed(&[("mode", "w!"), ("discard-enable", "0")])
+                .unwrap()
+                .readonly
+        );
+    }
+
+    #[test]
+    fn what_no_toolstack_writes() {
+        for (key, value, message) in [
+            (
+                "frontend-id",
+                "2",
+                "frontend-id is \"2\", expected 1, as in the directory's path",
+            ),
+            (
+                "frontend",
+                "device/vbd/1",
+                "frontend is \"device/vbd/1\", expected an absolute path",
+            ),
+            (
+                "frontend",
+                "-",
+                "frontend is missing, expected an absolute path",
+            ),
+            ("mode", "-", "mode is missing, expected r or w"),
+            (
+                "discard-enable",
+                "yes",
+                "discard-enable is \"yes\", expected 0 or 1",
+            ),
+        ] {
+            assert_eq!(parsed(&[(key, value)]), Err(message.to_owned()));
+        }
     }
 }

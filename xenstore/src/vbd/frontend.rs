@@ -261,3 +261,7 @@ fn number(key: &str, value: Option<&[u8]>, min: u32, max: u32) -> Result<Option<
         }
     }
 }
+
+#[cfg(test)]
+#[path = "frontend_tests.rs"]
+mod tests;

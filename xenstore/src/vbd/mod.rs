@@ -164,3 +164,89 @@ pub fn decimal(text: &[u8]) -> Option<u32> {
         value.checked_mul(10)?.checked_add(u32::from(digit))
     })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn decimals_are_strict() {
+        for (text, number) in [
+            ("0", Some(0)),
+            ("8", Some(8)),
+            ("0008", Some(8)),
+            ("4294967295", Some(u32::MAX)),
+            ("4294967296", None),
+            ("99999999999", None),
+            ("00000000001", None),
+            ("", None),
+            ("+1", None),
+            ("-1", None),
+            (" 1", None),
+            ("1 ", None),
+            ("1\n", None),
+            ("1\0", None),
+            ("0x1", None),
+            ("2abc", None),
+            ("\u{661}", None),
+        ] {
+            assert_eq!(decimal(text.as_bytes()), number, "{text:?}");
+        }
+    }
+
+    #[test]
+    fn backend_paths() {
+        let device = BackendPath {
+            kind: Kind::Vbd,
+            domid: 1,
+            devid: 51712,
+        };
+        for (path, expected) in [
+            ("backend/vbd/1/51712", Some((device, ""))),
+            ("backend/vbd/1/51712/state", Some((device, "state"))),
+            (
+                "/local/domain/3/backend/vbd/1/51712/a/b",
+                Some((device, "a/b")),
+            ),
+            (
+                "backend/vbd3/1/51712/x",
+                Some((
+                    BackendPath {
+                        kind: Kind::Vbd3,
+                        ..device
+                    },
+                    "x",
+                )),
+            ),
+            ("backend/vbd", None),
+            ("backend/vbd/1", None),
+            ("backend/vbd/1/", None),
+            ("backend/vbd/1/xvda", None),
+            ("backend/vbd/70000/1", None),
+            ("backend/qdisk/1/51712", None),
+            ("backend/vbdx/1/51712", None),
+            ("/local/domain/3", None),
+            ("@releaseDomain", None),
+        ] {
+            assert_eq!(BackendPath::parse(path), expected, "{path}");
+        }
+        assert_eq!(device.key("state"), "backend/vbd/1/51712/state");
+        assert_eq!(device.error_key(), "error/backend/vbd/1/51712/error");
+        assert_eq!(BackendPath::parse(&device.to_string()), Some((device, "")));
+    }
+
+    #[test]
+    fn a_message_carries_no_raw_guest_bytes() {
+        let value = [b"\x1b[31m\n\xff".as_slice(), &[b'a'; 4000]].concat();
+        let error = KeyError::new("protocol", Some(&value), "x86_64-abi").to_string();
+        assert!(
+            error.starts_with("protocol is \"\\x1b[31m\\n\\xffaaa"),
+            "{error}"
+        );
+        assert!(
+            error.ends_with("aaa... (4007 bytes)\", expected x86_64-abi"),
+            "{error}"
+        );
+        assert!(error.len() < 200 && error.is_ascii(), "{error}");
+    }
+}

@@ -185,3 +185,65 @@ pub async fn read_state(client: &Client, tx: Tx, directory: &str) -> Result<Opti
 pub async fn report_error(client: &Client, path: &BackendPath, text: &str) -> Result<(), Error> {
     client.write(Tx::NONE, &path.error_key(), text).await
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::vbd::Protocol;
+
+    fn text(keys: &[(&'static str, String)]) -> String {
+        keys.iter()
+            .map(|(key, value)| format!("{key}={value}"))
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+
+    #[test]
+    fn transport() {
+        let mut limits = Limits {
+            max_queues: 4,
+            max_ring_page_order: 4,
+            max_indirect_segments: 256,
+            default_protocol: Protocol::NATIVE,
+        };
+        assert_eq!(
+            text(&transport_keys(&limits)),
+            "multi-queue-max-queues=4 max-ring-page-order=4 feature-max-indirect-segments=256 \
+             feature-flush-cache=1 feature-barrier=0"
+        );
+        limits.max_queues = 1;
+        assert!(text(&transport_keys(&limits)).ends_with("feature-barrier=1"));
+    }
+
+    #[test]
+    fn device() {
+        let mut device = DeviceProperties {
+            sectors: 1 << 33,
+            sector_size: 512,
+            physical_sector_size: 4096,
+            readonly: false,
+            cdrom: false,
+            removable: false,
+            flush: true,
+            discard: None,
+        };
+        assert_eq!(
+            text(&device_keys(&device, 2)),
+            "sectors=8589934592 sector-size=512 physical-sector-size=4096 info=0 \
+             feature-flush-cache=1 feature-barrier=0 feature-persistent=0 feature-discard=0"
+        );
+        device.discard = Some(DiscardProperties {
+            granularity: 4096,
+            alignment: 512,
+        });
+        (device.readonly, device.cdrom) = (true, true);
+        let keys = text(&device_keys(&device, 1));
+        assert!(
+            keys.contains(" info=5 ") && keys.contains(" feature-barrier=1 "),
+            "{keys}"
+        );
+        assert!(keys.ends_with(
+            "feature-discard=1 discard-granularity=4096 discard-alignment=512 discard-secure=0"
+        ));
+    }
+}

@@ -213,11 +213,8 @@ async fn transactions(socket: &Path, client: &Client) {
         Ok(b"1".to_vec()),
         "aborted"
     );
-    assert_eq!(
-        client.commit(tx).await,
-        Err(Error::NoEntry),
-        "gone after abort"
-    );
+    // ENOENT from the C daemon, EIO from the OCaml one.
+    assert!(client.commit(tx).await.is_err(), "gone after abort");
 
     let tx = client.begin().await.expect("begin");
     client.read(tx, path).await.expect("read");
