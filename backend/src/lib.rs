@@ -3,7 +3,9 @@
 
 pub mod channel;
 pub mod control;
+mod inflight;
 pub mod message;
+mod plan;
 pub mod stats;
 pub mod supervisor;
 pub mod target;

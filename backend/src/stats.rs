@@ -2,7 +2,9 @@
 //! reads. Counters only grow, except [`Snapshot::in_flight`]; each is read on its own, so two of one
 //! snapshot may be a few requests apart.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::atomic::Ordering;
+
+use xenblk_grants::SharedPages;
 
 macro_rules! counters {
     ($($(#[doc = $doc:literal])+ $field:ident $variant:ident,)+) => {
@@ -18,8 +20,8 @@ macro_rules! counters {
         const COUNTERS: usize = [$(Counter::$variant),+].len();
 
         impl Snapshot {
-            fn read(words: &[AtomicU64]) -> Self {
-                let get = |c: Counter| words.get(c as usize).map_or(0, |w| w.load(Ordering::Relaxed));
+            fn read(page: &SharedPages) -> Self {
+                let get = |counter: Counter| page.load(counter as usize).unwrap_or(0);
                 Self { $($field: get(Counter::$variant),)+ }
             }
         }
@@ -75,11 +77,11 @@ const _: () = assert!(COUNTERS * 8 <= BYTES);
 
 /// The writing side. One per page: increments are plain load and store.
 #[derive(Debug)]
-pub struct Writer<P>(P);
+pub struct Writer(SharedPages);
 
-impl<P: AsRef<[AtomicU64]>> Writer<P> {
+impl Writer {
     /// Counts into `page`, from what it holds already (zero in a fresh page).
-    pub fn new(page: P) -> Self {
+    pub fn new(page: SharedPages) -> Self {
         Self(page)
     }
 
@@ -103,41 +105,31 @@ impl<P: AsRef<[AtomicU64]>> Writer<P> {
 
 /// The reading side.
 #[derive(Debug)]
-pub struct Reader<P>(P);
+pub struct Reader(SharedPages);
 
-impl<P: AsRef<[AtomicU64]>> Reader<P> {
-    /// Reads `page`, which another process may be writing.
-    pub fn new(page: P) -> Self {
+impl Reader {
+    /// Reads `page`, read-only or not, which another process may be writing.
+    pub fn new(page: SharedPages) -> Self {
         Self(page)
     }
 
     /// The counters now.
     pub fn snapshot(&self) -> Snapshot {
-        Snapshot::read(self.0.as_ref())
+        Snapshot::read(&self.0)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
+    use xenblk_grants::Access;
 
     use super::*;
 
-    struct Page(Arc<Vec<AtomicU64>>);
-    impl AsRef<[AtomicU64]> for Page {
-        fn as_ref(&self) -> &[AtomicU64] {
-            &self.0
-        }
-    }
-
     #[test]
     fn a_reader_sees_what_the_writer_counted() {
-        let words = Arc::new(
-            (0..BYTES / 8)
-                .map(|_| AtomicU64::new(0))
-                .collect::<Vec<_>>(),
-        );
-        let (writer, reader) = (Writer::new(Page(words.clone())), Reader::new(Page(words)));
+        let (ours, fd) = SharedPages::create("stats", BYTES).unwrap();
+        let theirs = SharedPages::map(fd, BYTES, Access::ReadOnly).unwrap();
+        let (writer, reader) = (Writer::new(ours), Reader::new(theirs));
         writer.add(Counter::Reads, 2);
         writer.add(Counter::Reads, 1);
         writer.set(Counter::InFlight, 9);

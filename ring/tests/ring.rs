@@ -23,7 +23,9 @@ fn identity(pages: u32) -> JournalIdentity {
 }
 
 fn journal(abi: Abi, pages: u32) -> Vec<AtomicU64> {
-    (0..journal_bytes(abi.entries(pages)) / 8).map(|_| AtomicU64::new(0)).collect()
+    (0..journal_bytes(abi.entries(pages)) / 8)
+        .map(|_| AtomicU64::new(0))
+        .collect()
 }
 
 #[test]
@@ -39,7 +41,9 @@ fn every_request_comes_back_once_over_every_size() {
             let mut answered = 0_u64;
             while answered < 3 * u64::from(back.entries()) {
                 while front.free() > 0 {
-                    front.push(&RawSlot::with_operation(abi, 0xee, next)).unwrap();
+                    front
+                        .push(&RawSlot::with_operation(abi, 0xee, next))
+                        .unwrap();
                     next += 1;
                 }
                 let _ = front.publish();
@@ -50,7 +54,14 @@ fn every_request_comes_back_once_over_every_size() {
                 }
                 assert_eq!(back.publish().count, back.entries());
                 while let Some(response) = front.take().unwrap() {
-                    assert_eq!(response, Response { id: answered, op: 0xee, status: -2 });
+                    assert_eq!(
+                        response,
+                        Response {
+                            id: answered,
+                            op: 0xee,
+                            status: -2
+                        }
+                    );
                     answered += 1;
                 }
             }

@@ -5,6 +5,7 @@
 mod error;
 mod open;
 pub mod script;
+pub(crate) mod serve;
 mod spec;
 
 use serde::{Deserialize, Serialize};

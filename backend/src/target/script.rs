@@ -3,18 +3,22 @@
 //! connection with [`Greeting`] and one descriptor, the file that holds the data; the worker asks
 //! about each operation before it starts and the test answers when it likes, in any order.
 
-use std::io::IoSliceMut;
+use std::collections::HashMap;
+use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use rustix::io::Errno;
 use rustix::net::{
-    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SocketAddrUnix,
+    AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
     SocketFlags, SocketType,
 };
 use serde::{Deserialize, Serialize};
 
 use super::TargetError;
+use super::serve::{self, Target};
+use crate::worker::engine::{Engine, Io, Tag};
 
 /// Longest packet.
 pub(crate) const MAX_PACKET: usize = 512;
@@ -78,7 +82,7 @@ pub(super) fn connect(path: &Path) -> Result<(OwnedFd, OwnedFd), TargetError> {
     let value = path.display().to_string();
     let at = |doing| {
         let value = value.clone();
-        move |e: rustix::io::Errno| TargetError::Io {
+        move |e: Errno| TargetError::Io {
             value,
             doing,
             source: e.into(),
@@ -112,4 +116,99 @@ pub(super) fn connect(path: &Path) -> Result<(OwnedFd, OwnedFd), TargetError> {
     let file = file.ok_or_else(|| problem("no descriptor came with the greeting"))?;
     rustix::io::ioctl_fionbio(&socket, true).map_err(at("use the socket"))?;
     Ok((socket, file))
+}
+
+/// The worker's side: each operation waits here for its verdict.
+#[derive(Debug)]
+pub(super) struct ScriptTarget {
+    socket: OwnedFd,
+    file: OwnedFd,
+    asked: HashMap<u64, (Tag, Io)>,
+    next_id: u64,
+}
+
+impl ScriptTarget {
+    pub(super) fn new(socket: OwnedFd, file: OwnedFd) -> Self {
+        Self {
+            socket,
+            file,
+            asked: HashMap::new(),
+            next_id: 0,
+        }
+    }
+
+    fn ask(&self, id: u64, io: &Io) -> io::Result<()> {
+        let (op, offset, len) = match io {
+            Io::Read { offset, buffer } => (OpKind::Read, *offset, u64::from(buffer.len())),
+            Io::Write { offset, buffer } => (OpKind::Write, *offset, u64::from(buffer.len())),
+            Io::Sync => (OpKind::Flush, 0, 0),
+            Io::Discard { offset, len } => (OpKind::Discard, *offset, *len),
+        };
+        let packet = serde_json::to_vec(&Ask {
+            id,
+            op,
+            offset,
+            len,
+        })?;
+        rustix::net::send(&self.socket, &packet, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
+
+    fn decide(&mut self, engine: &mut Engine, answer: Answer) {
+        let Some((tag, io)) = self.asked.remove(&answer.id) else {
+            return;
+        };
+        match answer.verdict {
+            Verdict::Go => engine.start(self.file.as_fd(), tag, io),
+            Verdict::Fail(errno) => {
+                engine.complete(tag, io, Err(Errno::from_raw_os_error(errno)));
+            }
+        }
+    }
+}
+
+impl Target for ScriptTarget {
+    fn start(&mut self, engine: &mut Engine, tag: Tag, io: Io) {
+        let id = self.next_id;
+        self.next_id += 1;
+        match self.ask(id, &io) {
+            Ok(()) => {
+                self.asked.insert(id, (tag, io));
+            }
+            // The test is gone, or doesn't read what it is asked.
+            Err(_) => engine.complete(tag, io, Err(Errno::IO)),
+        }
+    }
+
+    fn watched(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.socket.as_fd())
+    }
+
+    fn readable(&mut self, engine: &mut Engine) -> io::Result<()> {
+        let mut packet = [0u8; MAX_PACKET];
+        loop {
+            let answer = match rustix::net::recv(&self.socket, &mut packet[..], RecvFlags::DONTWAIT)
+            {
+                Ok((0, _)) => Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok((len, _)) => serde_json::from_slice(packet.get(..len).unwrap_or_default())
+                    .map_err(Into::into),
+                Err(Errno::INTR) => continue,
+                Err(Errno::AGAIN) => return Ok(()),
+                Err(error) => Err(error.into()),
+            };
+            match answer {
+                Ok(answer) => self.decide(engine, answer),
+                Err(error) => {
+                    for (_, (tag, io)) in self.asked.drain() {
+                        engine.complete(tag, io, Err(Errno::IO));
+                    }
+                    return Err(error);
+                }
+            }
+        }
+    }
+
+    fn identity(&self) -> (u64, u64) {
+        serve::inode(&self.file)
+    }
 }

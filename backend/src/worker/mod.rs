@@ -1,19 +1,47 @@
 //! A worker: one single-threaded loop around one io_uring that serves whole rings. It gets rings and
-//! their descriptors from the supervisor and reads nothing from XenStore.
+//! their descriptors from the supervisor and reads nothing from XenStore. A ring costs nothing while
+//! its guest is idle: there is no scan and no timer, only completions make rings ready.
 
+mod attach;
+mod copies;
 pub(crate) mod engine;
+mod ring;
 
-use std::os::fd::OwnedFd;
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
+use std::time::Duration;
 
-use crate::channel::{Channel, WorkerEnd};
+use crate::channel::{Channel, Message, RecvError, SendError, WorkerEnd};
+use crate::message::{Command, Report, RingId, VERSION};
+use attach::Surroundings;
+use engine::{Engine, Event, Source};
+use ring::{Phase, RingService, Turn};
 
-/// Serves rings until the supervisor says [`Shutdown`](crate::message::Command::Shutdown) or closes
-/// its end of the channel; then finishes what was consumed, detaches every ring and returns. The error
-/// is one line for the administrator.
+/// How long reports wait for a supervisor that doesn't read before they are sent again.
+const REPORT_RETRY: Duration = Duration::from_millis(10);
+
+/// Serves rings until the supervisor says [`Shutdown`](Command::Shutdown) or closes its end of the
+/// channel; then finishes what was consumed, detaches every ring and returns. The error is one line
+/// for the administrator.
 pub fn run(channel: WorkerEnd) -> Result<(), String> {
-    drop(channel);
-    Ok(())
+    let engine = Engine::new().map_err(|error| {
+        format!("io_uring can't be used: {error}; expected Linux 6.1 or newer that permits it")
+    })?;
+    let boot_id = boot_id().ok_or("can't read /proc/sys/kernel/random/boot_id")?;
+    let mut worker = Worker {
+        rings: Vec::new(),
+        ready: VecDeque::new(),
+        engine,
+        channel,
+        reports: VecDeque::new(),
+        slot: None,
+        boot_id,
+        ending: false,
+        supervisor_gone: false,
+    };
+    worker.receive()?;
+    worker.run()
 }
 
 /// A worker process' whole life. `channel` is the descriptor of
@@ -24,6 +52,268 @@ pub fn main(channel: OwnedFd) -> ExitCode {
         Err(problem) => {
             tracing::error!("{problem}");
             ExitCode::FAILURE
+        }
+    }
+}
+
+fn boot_id() -> Option<[u8; 16]> {
+    let text = std::fs::read_to_string("/proc/sys/kernel/random/boot_id").ok()?;
+    let digits: String = text.trim().chars().filter(|c| *c != '-').collect();
+    Some(u128::from_str_radix(&digits, 16).ok()?.to_be_bytes())
+}
+
+struct Place {
+    ring: RingService,
+    /// Stands in the ready list.
+    ready: bool,
+    /// Its waits have been cancelled: the ring is closed when they have ended.
+    closing: bool,
+}
+
+struct Worker {
+    // Dropped before the engine: what the kernel may still write to is the engine's.
+    rings: Vec<Option<Place>>,
+    /// Rings that have something to do, in the order they came to.
+    ready: VecDeque<usize>,
+    engine: Engine,
+    channel: WorkerEnd,
+    /// Reports not yet sent; a few for each ring.
+    reports: VecDeque<Report>,
+    /// From [`Command::Hello`].
+    slot: Option<u32>,
+    boot_id: [u8; 16],
+    ending: bool,
+    supervisor_gone: bool,
+}
+
+impl Worker {
+    fn run(&mut self) -> Result<(), String> {
+        loop {
+            while let Some(event) = self.engine.next() {
+                self.dispatch(event)?;
+            }
+            for _ in 0..self.ready.len() {
+                let Some(at) = self.ready.pop_front() else {
+                    break;
+                };
+                self.turn(at);
+            }
+            self.send_reports();
+            let idle = self.rings.iter().all(Option::is_none);
+            if self.ending && idle && (self.reports.is_empty() || self.supervisor_gone) {
+                return Ok(());
+            }
+            let limit = (!self.reports.is_empty()).then_some(REPORT_RETRY);
+            self.engine
+                .enter(self.ready.is_empty(), limit)
+                .map_err(|error| format!("io_uring_enter: {error}"))?;
+        }
+    }
+
+    fn dispatch(&mut self, event: Event) -> Result<(), String> {
+        match event {
+            Event::Done { tag, io, result } => {
+                if let Some(Some(place)) = self.rings.get_mut(tag.ring) {
+                    place
+                        .ring
+                        .stepped(&mut self.engine, tag.request, io, result);
+                }
+                self.mark(tag.ring);
+            }
+            Event::Woken {
+                source: Source::Channel,
+                ..
+            } => self.receive()?,
+            Event::Woken {
+                source: source @ (Source::Port(at) | Source::Target(at)),
+                result,
+            } => {
+                if let Some(Some(place)) = self.rings.get_mut(at) {
+                    place.ring.woken(&mut self.engine, source, result);
+                }
+                self.mark(at);
+            }
+        }
+        Ok(())
+    }
+
+    fn mark(&mut self, at: usize) {
+        if let Some(Some(place)) = self.rings.get_mut(at)
+            && !place.ready
+        {
+            place.ready = true;
+            self.ready.push_back(at);
+        }
+    }
+
+    fn turn(&mut self, at: usize) {
+        let Some(Some(place)) = self.rings.get_mut(at) else {
+            return;
+        };
+        place.ready = false;
+        let turn = place.ring.turn(&mut self.engine);
+        let (ring, news) = (place.ring.own.id, std::mem::take(&mut place.ring.news));
+        if let Some(reason) = news.failed {
+            self.reports.push_back(Report::Failed { ring, reason });
+        }
+        if let Some(reason) = news.flush_failed {
+            self.reports.push_back(Report::FlushFailed { ring, reason });
+        }
+        if turn == Turn::More {
+            self.mark(at);
+        }
+        self.close(at);
+    }
+
+    /// Takes a drained ring down once nothing waits for its descriptors any more.
+    fn close(&mut self, at: usize) {
+        let Some(slot) = self.rings.get_mut(at) else {
+            return;
+        };
+        let Some(place) = slot else { return };
+        if place.ring.phase != Phase::Draining || !place.ring.is_drained() {
+            return;
+        }
+        if place.ring.armed || place.ring.watching {
+            if !std::mem::replace(&mut place.closing, true) {
+                self.engine.cancel(Source::Port(at));
+                self.engine.cancel(Source::Target(at));
+            }
+            return;
+        }
+        let Some(place) = slot.take() else { return };
+        self.ready.retain(|ready| *ready != at);
+        let ring = place.ring.own.id;
+        if let Err(left) = place.ring.close(&mut self.engine) {
+            tracing::error!(ring = ring.0, "detached with {left}");
+        }
+        self.reports.push_back(Report::Detached { ring });
+    }
+
+    /// Carries out every command there is, and waits for the next.
+    fn receive(&mut self) -> Result<(), String> {
+        while !self.supervisor_gone {
+            match self.channel.try_recv() {
+                Ok(Some(message)) => self.obey(message)?,
+                Ok(None) => {
+                    self.engine.poll(self.channel.as_fd(), Source::Channel);
+                    return Ok(());
+                }
+                Err(error) => {
+                    if !matches!(error, RecvError::Closed) {
+                        tracing::error!("{error}");
+                    }
+                    self.supervisor_gone = true;
+                    self.end();
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn obey(&mut self, message: Message<Command>) -> Result<(), String> {
+        match message.body {
+            Command::Hello { version, slot } => {
+                self.reports.push_back(Report::Ready { version: VERSION });
+                if version != VERSION {
+                    self.send_reports();
+                    return Err(format!(
+                        "the supervisor speaks version {version} of the messages, expected {VERSION}"
+                    ));
+                }
+                self.slot = Some(slot);
+            }
+            Command::Attach(attach) => {
+                let ring = attach.ring;
+                let report = match self.attach(&attach, message.fds) {
+                    Ok(()) => Report::Attached { ring },
+                    Err(reason) => Report::AttachFailed { ring, reason },
+                };
+                self.reports.push_back(report);
+            }
+            Command::Detach { ring } => match self.find(ring) {
+                Some(at) => self.drain(at),
+                // It failed to attach, and the two messages crossed.
+                None => self.reports.push_back(Report::Detached { ring }),
+            },
+            Command::FlushFailed { ring } => {
+                if let Some(at) = self.find(ring)
+                    && let Some(Some(place)) = self.rings.get_mut(at)
+                {
+                    place.ring.flush_failed = true;
+                }
+            }
+            Command::Shutdown => self.end(),
+        }
+        Ok(())
+    }
+
+    fn attach(&mut self, attach: &crate::message::Attach, fds: Vec<OwnedFd>) -> Result<(), String> {
+        let slot = self.slot.ok_or("attach before hello")?;
+        if self.ending {
+            return Err("the worker is shutting down".into());
+        }
+        if self.find(attach.ring).is_some() {
+            return Err("a ring of this name is attached".into());
+        }
+        let place = match self.rings.iter().position(Option::is_none) {
+            Some(at) => at,
+            None => {
+                self.rings.push(None);
+                self.rings.len() - 1
+            }
+        };
+        let around = Surroundings {
+            boot_id: self.boot_id,
+            slot,
+            place,
+        };
+        let ring = attach::attach(&mut self.engine, around, attach, fds)?;
+        self.rings[place] = Some(Place {
+            ring,
+            ready: false,
+            closing: false,
+        });
+        // Requests may be there already, and nobody will send an event for them.
+        self.mark(place);
+        Ok(())
+    }
+
+    fn find(&self, ring: RingId) -> Option<usize> {
+        let wanted =
+            |place: &Option<Place>| place.as_ref().is_some_and(|at| at.ring.own.id == ring);
+        self.rings.iter().position(wanted)
+    }
+
+    fn drain(&mut self, at: usize) {
+        if let Some(Some(place)) = self.rings.get_mut(at) {
+            place.ring.phase = Phase::Draining;
+        }
+        self.mark(at);
+    }
+
+    /// Every ring finishes what it took in; then the worker ends.
+    fn end(&mut self) {
+        self.ending = true;
+        for at in 0..self.rings.len() {
+            self.drain(at);
+        }
+    }
+
+    fn send_reports(&mut self) {
+        while let Some(report) = self.reports.pop_front() {
+            match self.channel.send(report) {
+                Ok(()) => {}
+                Err(SendError::Full(message)) => {
+                    self.reports.push_front(message.body);
+                    return;
+                }
+                Err(SendError::Closed) => {
+                    // What remains has nobody to hear it; `receive` notices the end by itself.
+                    self.reports.clear();
+                }
+                Err(SendError::Io(error)) => tracing::error!("a report could not be sent: {error}"),
+            }
         }
     }
 }

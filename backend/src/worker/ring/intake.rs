@@ -1,0 +1,203 @@
+//! A ring's intake: requests are copied into the journal once, decided about, and wait in order until
+//! they are started. What of an indirect request lies in the guest's pages is copied once too, and
+//! stands in the journal before anything is done with it.
+#![deny(
+    clippy::unwrap_used,
+    clippy::expect_used,
+    clippy::panic,
+    clippy::indexing_slicing
+)]
+
+use xenblk_ring::{IndirectRequest, Request, RwOp, Status, Token, decode_indirect_page};
+
+use super::{Phase, RingService};
+use crate::plan::{Decision, Plan};
+use crate::stats::Counter;
+use crate::worker::engine::Engine;
+
+/// Most requests taken in by one turn, so that a busy ring lets the others in.
+pub(super) const TURN: usize = 128;
+/// Indirect requests whose segments one copy call fetches; each has room for [`FETCH_BYTES`].
+pub(in crate::worker) const FETCH_SLOTS: usize = 32;
+/// Descriptors of the longest indirect request: 256 of 8 bytes, always in its first page.
+pub(in crate::worker) const FETCH_BYTES: usize = 2048;
+
+/// A request taken in and not started.
+#[derive(Debug)]
+pub(super) struct Waiting {
+    pub(super) token: Token,
+    pub(super) stage: Stage,
+}
+
+#[derive(Debug)]
+pub(super) enum Stage {
+    /// Its segments are in the guest's page.
+    Indirect(IndirectRequest),
+    /// Its segments are in this slot of the fetch buffer: the journal has no table for them yet.
+    Fetched(IndirectRequest, usize),
+    /// It waits for its turn and for bounce memory.
+    Planned(Plan),
+}
+
+impl RingService {
+    /// Takes requests in; returns how many.
+    pub(super) fn consume(&mut self) -> usize {
+        let mut taken = 0;
+        while self.phase == Phase::Serving && taken < TURN {
+            match self.own.back.consume() {
+                Ok(Some(token)) => {
+                    taken += 1;
+                    self.sort_in(token);
+                }
+                Ok(None) => break,
+                Err(corrupt) => self.corrupt(corrupt),
+            }
+        }
+        if taken > 0 {
+            self.count(Counter::Batches, 1);
+        }
+        taken
+    }
+
+    fn sort_in(&mut self, token: Token) {
+        let request = match self.own.back.request(&token) {
+            Ok(request) => request,
+            Err(error) => {
+                let known = error.status() != Status::NotSupported;
+                self.count(Counter::Unknown, usize::from(!known));
+                return self.finish(token, error.status());
+            }
+        };
+        self.count(counter_of(&request), 1);
+        match (Decision::new(&request, &self.own.rules), request) {
+            (Some(decision), _) => self.decided(token, decision),
+            (None, Request::Indirect(indirect)) => {
+                self.count(Counter::Indirect, 1);
+                self.unplanned += 1;
+                let stage = Stage::Indirect(indirect);
+                self.waiting.push_back(Waiting { token, stage });
+            }
+            (None, _) => self.finish(token, Status::Error),
+        }
+    }
+
+    fn decided(&mut self, token: Token, decision: Decision) {
+        match decision {
+            Decision::Do(plan) => {
+                let stage = Stage::Planned(plan);
+                self.waiting.push_back(Waiting { token, stage });
+            }
+            Decision::Answer(status) => self.finish(token, status),
+        }
+    }
+
+    /// Copies the segments of waiting indirect requests out of the guest's pages, once, into the
+    /// journal, and plans the requests. What finds no table in the journal keeps its segments in the
+    /// fetch buffer, and nothing else is fetched until it has one.
+    pub(super) fn fetch(&mut self, engine: &mut Engine) {
+        if self.can_fetch() {
+            self.copy_descriptors(engine);
+        }
+        let mut queue = std::mem::take(&mut self.waiting);
+        for _ in 0..queue.len() {
+            let Some(Waiting { token, stage }) = queue.pop_front() else {
+                break;
+            };
+            match stage {
+                Stage::Fetched(indirect, slot) => {
+                    match self.keep_segments(engine, &token, &indirect, slot) {
+                        Some(decision) => {
+                            self.unplanned = self.unplanned.saturating_sub(1);
+                            match decision {
+                                Decision::Do(plan) => {
+                                    queue.push_back(Waiting {
+                                        token,
+                                        stage: Stage::Planned(plan),
+                                    });
+                                }
+                                Decision::Answer(status) => self.finish(token, status),
+                            }
+                        }
+                        None => queue.push_back(Waiting {
+                            token,
+                            stage: Stage::Fetched(indirect, slot),
+                        }),
+                    }
+                }
+                stage => queue.push_back(Waiting { token, stage }),
+            }
+        }
+        self.waiting = queue;
+    }
+
+    /// There is something to fetch, and nothing in the fetch buffer.
+    pub(super) fn can_fetch(&self) -> bool {
+        let fetched = |waiting: &Waiting| matches!(waiting.stage, Stage::Fetched(..));
+        self.unplanned > 0 && !self.waiting.iter().any(fetched)
+    }
+
+    /// One copy call for the first [`FETCH_SLOTS`] unfetched requests.
+    fn copy_descriptors(&mut self, engine: &mut Engine) {
+        let base = self.own.fetch.offset();
+        self.copies.clear();
+        for waiting in &mut self.waiting {
+            let slot = self.copies.requests();
+            if slot == FETCH_SLOTS {
+                break;
+            }
+            if let Stage::Indirect(indirect) = &waiting.stage {
+                let bytes = usize::from(indirect.nr_segments())
+                    .saturating_mul(8)
+                    .min(FETCH_BYTES);
+                let gref = indirect.grefs().first().copied().unwrap_or(0);
+                let local = base.saturating_add(slot.saturating_mul(FETCH_BYTES));
+                self.copies
+                    .list_page(gref, u16::try_from(bytes).unwrap_or(0), local);
+                waiting.stage = Stage::Fetched(*indirect, slot);
+            }
+        }
+        self.copy(engine);
+    }
+
+    /// `None` while the journal has no room for the segments.
+    fn keep_segments(
+        &mut self,
+        engine: &Engine,
+        token: &Token,
+        indirect: &IndirectRequest,
+        slot: usize,
+    ) -> Option<Decision> {
+        const REFUSED: Option<Decision> = Some(Decision::Answer(Status::Error));
+        if !self.copies.copied(slot) {
+            return REFUSED;
+        }
+        let bytes = engine.bytes(&self.own.fetch);
+        let start = slot.saturating_mul(FETCH_BYTES);
+        let page = bytes
+            .get(start..start.saturating_add(FETCH_BYTES))
+            .unwrap_or_default();
+        let count = usize::from(indirect.nr_segments());
+        let Ok(segments) = decode_indirect_page(page, count) else {
+            return REFUSED;
+        };
+        self.own.back.store_segments(token, segments).ok()?;
+        let segments = self.own.back.segments(token);
+        Some(Decision::transfer(
+            indirect.op,
+            indirect.sector,
+            segments,
+            &self.own.rules,
+        ))
+    }
+}
+
+fn counter_of(request: &Request) -> Counter {
+    match request {
+        Request::Rw(rw) if rw.op == RwOp::Read => Counter::Reads,
+        Request::Indirect(indirect) if indirect.op == RwOp::Read => Counter::Reads,
+        Request::Rw(_) | Request::Indirect(_) => Counter::Writes,
+        Request::Flush(_) => Counter::Flushes,
+        Request::Barrier(_) => Counter::Barriers,
+        Request::Discard(_) => Counter::Discards,
+    }
+}
