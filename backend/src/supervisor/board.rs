@@ -4,14 +4,13 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 use parking_lot::Mutex;
-use xenblk_grants::SharedPages;
 use xenblk_xenstore::vbd::BackendPath;
 
 use crate::control::{DiskStatus, RingStatus, Status};
 use crate::stats::Reader;
 
 /// A ring's counters, read from the page its worker writes.
-pub(super) type Counters = Arc<Reader<SharedPages>>;
+pub(super) type Counters = Arc<Reader>;
 
 /// A disk as its task last posted it.
 #[derive(Debug)]
