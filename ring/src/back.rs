@@ -298,7 +298,8 @@ impl<W: Words, J: JournalWords> BackRing<W, J> {
     }
 
     /// Keeps an indirect request's segments, at most 256. To be called before anything is done with
-    /// them: after a crash the guest's page may read differently.
+    /// them: after a crash the guest's page may read differently. What is stored first stays; a
+    /// second call changes nothing.
     ///
     /// # Errors
     /// 64 requests have segments stored. Keep the token and try again after a publish.
@@ -308,11 +309,10 @@ impl<W: Words, J: JournalWords> BackRing<W, J> {
         segments: impl ExactSizeIterator<Item = Segment>,
     ) -> Result<(), NoSegmentTable> {
         let slot = self.slot(token);
-        let table = match self.journal.table(slot) {
-            Some(stored) => stored.table,
-            None => self.free_tables.pop().ok_or(NoSegmentTable)?,
-        };
-        self.journal.store_segments(slot, table, segments);
+        if segments.len() > 0 && self.journal.table(slot).is_none() {
+            let table = self.free_tables.pop().ok_or(NoSegmentTable)?;
+            self.journal.store_segments(slot, table, segments);
+        }
         Ok(())
     }
 
