@@ -55,6 +55,20 @@ fn unsafe_is_found_in_code_only() {
     assert!(rules::unsafe_code("a.rs", &Source::new(documented), &[("a.rs", "")]).is_empty());
 }
 
+#[test]
+fn missing_lints_are_found() {
+    let five = "#![deny(\n    clippy::unwrap_used,\n    clippy::expect_used,\n    clippy::panic,\n\
+                clippy::indexing_slicing,\n    clippy::arithmetic_side_effects,";
+    let all = format!("{five}\n    clippy::cast_possible_truncation\n)]");
+    assert!(rules::missing_lints("a.rs", &all).is_empty());
+    let wrong = rules::missing_lints("a.rs", &format!("{five})]"));
+    assert_eq!(
+        one(&wrong),
+        "a.rs: doesn't deny clippy::cast_possible_truncation"
+    );
+    assert_eq!(rules::missing_lints("a.rs", "").len(), 6);
+}
+
 fn function(name: &str, lines: usize) -> String {
     format!(
         "fn {name}(a: [u8; 3]) -> [u8; 3]\nwhere\n    (): Sized,\n{{\n{}}}\n",

@@ -81,6 +81,28 @@ pub(crate) fn unsafe_code(path: &str, source: &Source, allowed: &[(&str, &str)])
     wrong
 }
 
+/// Lints without which a guest's value could end in a panic.
+pub(crate) fn missing_lints(path: &str, text: &str) -> Vec<String> {
+    const NEEDED: [&str; 6] = [
+        "clippy::unwrap_used",
+        "clippy::expect_used",
+        "clippy::panic",
+        "clippy::indexing_slicing",
+        "clippy::arithmetic_side_effects",
+        "clippy::cast_possible_truncation",
+    ];
+    let denied = text
+        .split("deny(")
+        .nth(1)
+        .and_then(|rest| rest.split(')').next())
+        .unwrap_or("");
+    NEEDED
+        .iter()
+        .filter(|lint| !denied.contains(*lint))
+        .map(|lint| format!("{path}: doesn't deny {lint}"))
+        .collect()
+}
+
 pub(crate) fn lengths(path: &str, source: &Source) -> Vec<String> {
     let mut wrong = Vec::new();
     let lines = source.production_lines();
