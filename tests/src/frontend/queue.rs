@@ -1,0 +1,204 @@
+//! The thread behind each ring: sends what its sources have, hands out what was answered, and sleeps on the
+//! ring's event channel when there is neither. What a response may be is `ring`'s business, where requests
+//! come from `source`'s.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crossbeam::channel::Receiver;
+use rustix::event::{PollFd, PollFlags, poll};
+use xenblk_grants::fake::FakeDomain;
+use xenblk_ring::Status;
+
+use super::inbox::Inbox;
+use super::link::Link;
+use super::ring::{Answer, GuestRing, Owner, RingParts, Violation};
+use super::source::{GuestBuffer, IoKind, Job, Limits, Source};
+use crate::disk::IoError;
+
+/// What a queue counted; written by its thread, read by anyone.
+#[derive(Debug, Default)]
+pub struct QueueCounters {
+    /// Requests put on the ring.
+    pub requests: AtomicU64,
+    /// Requests not answered with OKAY.
+    pub errors: AtomicU64,
+    /// Events sent to the backend.
+    pub notifies: AtomicU64,
+    /// Wake-ups by the backend's events.
+    pub events: AtomicU64,
+}
+
+/// One queue's thread.
+pub(super) struct Queue {
+    pub(super) number: usize,
+    pub(super) ring: GuestRing,
+    pub(super) domain: FakeDomain,
+    /// Readable while the backend's event is pending.
+    pub(super) port_fd: OwnedFd,
+    pub(super) limits: Limits,
+    pub(super) inbox: Inbox,
+    pub(super) jobs: Receiver<Box<dyn Job>>,
+    pub(super) job: Option<Box<dyn Job>>,
+    /// Requests of the job in flight.
+    pub(super) job_in_flight: usize,
+    pub(super) link: Arc<Link>,
+    pub(super) counters: Arc<QueueCounters>,
+}
+
+impl Queue {
+    /// Runs until the disk is gone; gives the ring back for its grants to be taken.
+    pub(super) fn run(mut self) -> RingParts {
+        while self.link.gone().is_none() {
+            if let Err(violation) = self.turn() {
+                self.link
+                    .disable(format!("ring {}: {violation}", self.number));
+            }
+        }
+        for (io, owner) in self.ring.abandon() {
+            let buffer = GuestBuffer {
+                domain: &self.domain,
+                pages: &[],
+            };
+            Self::source(&mut self.inbox, &mut self.job, owner).done(
+                &io,
+                Err(IoError::Gone),
+                &buffer,
+            );
+        }
+        self.ring.into_parts()
+    }
+
+    /// Everything there is to do now, then sleep if that was nothing.
+    fn turn(&mut self) -> Result<(), Violation> {
+        let answered = self.collect()?;
+        let sent = self.send()?;
+        // Sets rsp_event, so that the next response raises an event, and looks once more.
+        if answered
+            || sent
+            || self
+                .ring
+                .parts
+                .front
+                .final_check()
+                .map_err(|_| Violation::Ring)?
+        {
+            return Ok(());
+        }
+        self.link.wakes[self.number].prepare();
+        let no_new_job = self.job.is_some() || self.jobs.is_empty();
+        if self.inbox.is_idle() && no_new_job && self.link.gone().is_none() {
+            self.sleep();
+        }
+        self.link.wakes[self.number].awake();
+        Ok(())
+    }
+
+    fn sleep(&self) {
+        let wake = &self.link.wakes[self.number];
+        let mut fds = [
+            PollFd::from_borrowed_fd(self.port_fd.as_fd(), PollFlags::IN),
+            PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
+        ];
+        // Fails only with EINTR, and the caller looks at everything again anyway.
+        let _ = poll(&mut fds, None);
+        if !fds[0].revents().is_empty() {
+            let mut count = [0; 8];
+            let _ = rustix::io::read(&self.port_fd, &mut count);
+            self.counters.events.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Hands out every response there is.
+    fn collect(&mut self) -> Result<bool, Violation> {
+        let mut any = false;
+        while let Some(answer) = self.ring.take()? {
+            any = true;
+            self.deliver(&answer);
+            self.ring.recycle(answer);
+        }
+        Ok(any)
+    }
+
+    fn deliver(&mut self, answer: &Answer) {
+        let mut outcome = match answer.status {
+            Status::Okay => Ok(()),
+            Status::Error => Err(IoError::Error),
+            Status::NotSupported => Err(IoError::NotSupported),
+        };
+        if outcome.is_err() {
+            self.counters.errors.fetch_add(1, Ordering::Relaxed);
+            if answer.io.kind == IoKind::Flush {
+                // Linux: an empty flush that fails is reported as done and was the last one sent.
+                self.link.stop_flushing(answer.status);
+                outcome = Ok(());
+            }
+        }
+        if answer.owner == Owner::Job {
+            self.job_in_flight -= 1;
+        }
+        let source = Self::source(&mut self.inbox, &mut self.job, answer.owner);
+        source.done(&answer.io, outcome, &answer.buffer(&self.domain));
+    }
+
+    /// Fills the ring, the job's and the inbox's requests in turn, then publishes and notifies once.
+    fn send(&mut self) -> Result<bool, Violation> {
+        let mut any = false;
+        let mut dry = [false; 2];
+        while self.ring.has_room() && dry != [true; 2] {
+            for (owner, dry) in [Owner::Job, Owner::Inbox].into_iter().zip(&mut dry) {
+                let sent = self.ring.has_room() && self.send_one(owner)?;
+                any |= sent;
+                *dry = !sent;
+            }
+        }
+        if any && self.ring.parts.front.publish() {
+            self.counters.notifies.fetch_add(1, Ordering::Relaxed);
+            self.domain.notify(self.ring.parts.port);
+        }
+        Ok(any)
+    }
+
+    fn send_one(&mut self, owner: Owner) -> Result<bool, Violation> {
+        if owner == Owner::Job && !self.has_job() {
+            return Ok(false);
+        }
+        let source = Self::source(&mut self.inbox, &mut self.job, owner);
+        let Some(io) = source.next(&self.limits) else {
+            return Ok(false);
+        };
+        if io.kind == IoKind::Flush && !self.link.flushes() {
+            let nothing = GuestBuffer {
+                domain: &self.domain,
+                pages: &[],
+            };
+            source.done(&io, Ok(()), &nothing);
+            return Ok(true);
+        }
+        self.ring
+            .push(io, owner, |buffer| source.fill(&io, buffer))?;
+        self.counters.requests.fetch_add(1, Ordering::Relaxed);
+        self.job_in_flight += usize::from(owner == Owner::Job);
+        Ok(true)
+    }
+
+    /// Ends a job that is through and takes the next one.
+    fn has_job(&mut self) -> bool {
+        if self.job_in_flight == 0 && self.job.as_ref().is_none_or(|job| job.finished()) {
+            self.job = self.jobs.try_recv().ok();
+        }
+        self.job.is_some()
+    }
+
+    fn source<'a>(
+        inbox: &'a mut Inbox,
+        job: &'a mut Option<Box<dyn Job>>,
+        owner: Owner,
+    ) -> &'a mut dyn Source {
+        match (owner, job) {
+            (Owner::Job, Some(job)) => job.as_mut(),
+            _ => inbox,
+        }
+    }
+}

@@ -1,0 +1,323 @@
+//! One ring of the guest: its pages and port, the requests in flight on it, and the grants each of them
+//! gave. As strict as Linux 6: whatever the backend must not do is a [`Violation`]. Threads and waiting
+//! are `queue`'s.
+
+use std::io;
+
+use xenblk_grants::fake::{DomainWords, FakeDomain, Gfn};
+use xenblk_grants::{DomId, GrantRef, Port};
+use xenblk_ring::layout::{MAX_INDIRECT_PAGES, OP_DISCARD, OP_FLUSH_DISKCACHE};
+use xenblk_ring::{
+    Abi, DirectSegments, DiscardRequest, FlushRequest, FrontRing, IndirectRequest, Request,
+    Response, RwOp, RwRequest, Segment, Status, encode_indirect_page,
+};
+
+use super::negotiate::RingKeys;
+use super::source::{GuestBuffer, Io, IoKind, SECTORS_PER_PAGE};
+
+/// A ring as it is offered to the backend: pages granted, port allocated, nobody using it.
+#[derive(Debug)]
+pub(super) struct RingParts {
+    first_page: Gfn,
+    pub(super) pages: usize,
+    grefs: Vec<GrantRef>,
+    pub(super) port: Port,
+    /// SHARED_RING_INIT was done on it.
+    pub(super) front: FrontRing<DomainWords>,
+}
+
+impl RingParts {
+    /// Allocates, initialises and grants `1 << order` pages to `backend`.
+    pub(super) fn new(domain: &FakeDomain, backend: DomId, order: u32) -> io::Result<Self> {
+        let pages = 1 << order;
+        let exhausted =
+            || io::Error::new(io::ErrorKind::OutOfMemory, "the guest's memory is used up");
+        let first_page = domain.alloc_pages(pages).ok_or_else(exhausted)?;
+        let words = domain.words(first_page, pages);
+        let front = FrontRing::init(words, Abi::NATIVE, pages as u32).map_err(io::Error::other)?;
+        let grefs = (first_page.0..)
+            .take(pages)
+            .map(|page| {
+                domain
+                    .grant(Gfn(page), backend, false)
+                    .ok_or_else(exhausted)
+            })
+            .collect::<io::Result<_>>()?;
+        let port = domain.alloc_unbound(backend)?;
+        Ok(Self {
+            first_page,
+            pages,
+            grefs,
+            port,
+            front,
+        })
+    }
+
+    pub(super) fn keys(&self) -> RingKeys {
+        RingKeys {
+            ring_refs: self.grefs.iter().map(|gref| gref.0).collect(),
+            event_channel: self.port.0,
+        }
+    }
+
+    /// Takes everything back; returns how many pages the backend still maps. Those are never reused.
+    pub(super) fn release(self, domain: &FakeDomain) -> usize {
+        domain.close(self.port);
+        let mut mapped = 0;
+        for (page, &gref) in (self.first_page.0..).zip(&self.grefs) {
+            match domain.end_access(gref) {
+                Ok(()) => domain.free_page(Gfn(page)),
+                Err(_) => mapped += 1,
+            }
+        }
+        mapped
+    }
+}
+
+/// What the backend did wrong; Linux disables the device for each of these.
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
+pub(super) enum Violation {
+    #[error("rsp_prod ran past the ring")]
+    Ring,
+    #[error("response to id {id:#x}, which is not in flight")]
+    Id { id: u64 },
+    #[error("response to id {id} names operation {found}, expected {expected}")]
+    Operation { id: u64, found: u8, expected: u8 },
+    #[error("grant {gref} of id {id} is still in use at its response")]
+    StillMapped { id: u64, gref: GrantRef },
+    #[error("response to id {id} has status {status}")]
+    Status { id: u64, status: i16 },
+    /// Ours, not the backend's: the world was made too small.
+    #[error("the guest's memory or grant table is used up")]
+    Memory,
+}
+
+/// What a request in flight holds.
+#[derive(Debug, Default)]
+struct Shadow {
+    /// The request and whose it is; none while the id is free.
+    request: Option<(Io, Owner)>,
+    /// What the response must echo.
+    operation: u8,
+    /// The data: page and its granted part.
+    pages: Vec<(Gfn, Segment)>,
+    /// The page of segment descriptors of an indirect request.
+    indirect: Option<(Gfn, GrantRef)>,
+}
+
+/// Which of a queue's sources a request came from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Owner {
+    Inbox,
+    Job,
+}
+
+/// A request that was answered; to be given to [`GuestRing::recycle`] once its data was looked at.
+pub(super) struct Answer {
+    id: usize,
+    pub(super) io: Io,
+    pub(super) owner: Owner,
+    pub(super) status: Status,
+    pages: Vec<(Gfn, Segment)>,
+}
+
+impl Answer {
+    pub(super) fn buffer<'a>(&'a self, domain: &'a FakeDomain) -> GuestBuffer<'a> {
+        GuestBuffer {
+            domain,
+            pages: &self.pages,
+        }
+    }
+}
+
+/// A ring in use, owned by its queue's thread.
+#[derive(Debug)]
+pub(super) struct GuestRing {
+    pub(super) parts: RingParts,
+    domain: FakeDomain,
+    backend: DomId,
+    shadows: Vec<Shadow>,
+    /// LIFO, as Linux's: ids are reused at once.
+    free_ids: Vec<usize>,
+    /// Pages nothing is granted of, LIFO.
+    free_pages: Vec<Gfn>,
+}
+
+impl GuestRing {
+    pub(super) fn new(parts: RingParts, domain: FakeDomain, backend: DomId) -> Self {
+        let entries = Abi::NATIVE.entries(parts.pages as u32) as usize;
+        Self {
+            parts,
+            domain,
+            backend,
+            shadows: std::iter::repeat_with(Shadow::default)
+                .take(entries)
+                .collect(),
+            free_ids: (0..entries).rev().collect(),
+            free_pages: Vec::new(),
+        }
+    }
+
+    pub(super) fn has_room(&self) -> bool {
+        !self.free_ids.is_empty()
+    }
+
+    /// Puts one request on the ring without publishing it; `fill` writes a WRITE's data. To be called
+    /// only while there [is room](Self::has_room).
+    pub(super) fn push(
+        &mut self,
+        io: Io,
+        owner: Owner,
+        fill: impl FnOnce(&GuestBuffer<'_>),
+    ) -> Result<(), Violation> {
+        let Some(id) = self.free_ids.pop() else {
+            return Ok(());
+        };
+        let mut shadow = std::mem::take(&mut self.shadows[id]);
+        let request = self
+            .prepare(id as u64, &io, &mut shadow, fill)
+            .ok_or(Violation::Memory)?;
+        shadow.operation = match request {
+            Request::Rw(RwRequest { op, .. }) | Request::Indirect(IndirectRequest { op, .. }) => {
+                op.operation()
+            }
+            Request::Discard(_) => OP_DISCARD,
+            _ => OP_FLUSH_DISKCACHE,
+        };
+        shadow.request = Some((io, owner));
+        self.shadows[id] = shadow;
+        // There are as many ids as entries, and an id is free only once its entry is.
+        self.parts
+            .front
+            .push(&request.encode(Abi::NATIVE))
+            .map_err(|_| Violation::Ring)
+    }
+
+    /// Grants the request's pages and puts it into words. None: memory or grants are used up.
+    fn prepare(
+        &mut self,
+        id: u64,
+        io: &Io,
+        shadow: &mut Shadow,
+        fill: impl FnOnce(&GuestBuffer<'_>),
+    ) -> Option<Request> {
+        let (sector, nr_sectors) = (io.sector, io.sectors);
+        let op = match io.kind {
+            IoKind::Read => RwOp::Read,
+            IoKind::Write => RwOp::Write,
+            IoKind::Flush => return Some(Request::Flush(FlushRequest { id, data: None })),
+            IoKind::Discard => {
+                let secure = false;
+                return Some(Request::Discard(DiscardRequest {
+                    id,
+                    sector,
+                    nr_sectors,
+                    secure,
+                }));
+            }
+        };
+        let mut at = sector;
+        while at < sector + nr_sectors {
+            let (page, gref) = self.grant_page()?;
+            let first = at % SECTORS_PER_PAGE;
+            let last = (first + sector + nr_sectors - at).min(SECTORS_PER_PAGE) - 1;
+            shadow
+                .pages
+                .push((page, Segment::new(gref.0, first as u8, last as u8)?));
+            at += last - first + 1;
+        }
+        if io.kind == IoKind::Write {
+            fill(&GuestBuffer {
+                domain: &self.domain,
+                pages: &shadow.pages,
+            });
+        }
+        let segments: Vec<Segment> = shadow.pages.iter().map(|&(_, segment)| segment).collect();
+        if let Some(segments) = DirectSegments::new(&segments) {
+            return Some(Request::Rw(RwRequest {
+                id,
+                op,
+                sector,
+                segments,
+            }));
+        }
+        let (page, gref) = self.grant_page()?;
+        shadow.indirect = Some((page, gref));
+        self.domain.write(page, 0, &encode_indirect_page(&segments));
+        let mut grefs = [0; MAX_INDIRECT_PAGES];
+        grefs[0] = gref.0;
+        let count = u16::try_from(segments.len()).ok()?;
+        IndirectRequest::new(id, op, sector, count, grefs)
+            .ok()
+            .map(Request::Indirect)
+    }
+
+    /// A page of ours, granted read-write as Linux does for every operation.
+    fn grant_page(&mut self) -> Option<(Gfn, GrantRef)> {
+        let page = self.free_pages.pop().or_else(|| self.domain.alloc_page())?;
+        let gref = self.domain.grant(page, self.backend, false)?;
+        Some((page, gref))
+    }
+
+    /// The next response, checked, its grants taken back; none when there is none.
+    pub(super) fn take(&mut self) -> Result<Option<Answer>, Violation> {
+        let response = self.parts.front.take().map_err(|_| Violation::Ring)?;
+        let Some(Response { id, op, status }) = response else {
+            return Ok(None);
+        };
+        let shadow = usize::try_from(id)
+            .ok()
+            .and_then(|index| self.shadows.get_mut(index));
+        let shadow = shadow.ok_or(Violation::Id { id })?;
+        let (io, owner) = shadow.request.take().ok_or(Violation::Id { id })?;
+        if op != shadow.operation {
+            return Err(Violation::Operation {
+                id,
+                found: op,
+                expected: shadow.operation,
+            });
+        }
+        let pages = std::mem::take(&mut shadow.pages);
+        let indirect = shadow.indirect.take();
+        let data_grefs = pages.iter().map(|&(_, segment)| GrantRef(segment.gref()));
+        for gref in data_grefs.chain(indirect.map(|(_, gref)| gref)) {
+            self.domain
+                .end_access(gref)
+                .map_err(|_| Violation::StillMapped { id, gref })?;
+        }
+        self.free_pages.extend(indirect.map(|(page, _)| page));
+        let status = Status::from_wire(status).ok_or(Violation::Status { id, status })?;
+        Ok(Some(Answer {
+            id: id as usize,
+            io,
+            owner,
+            status,
+            pages,
+        }))
+    }
+
+    /// Frees the answered request's id and pages.
+    pub(super) fn recycle(&mut self, mut answer: Answer) {
+        self.free_pages
+            .extend(answer.pages.drain(..).map(|(page, _)| page));
+        self.shadows[answer.id].pages = answer.pages;
+        self.free_ids.push(answer.id);
+    }
+
+    /// Every request that was not answered, when the disk is gone. Their pages stay granted: the backend
+    /// may still use them.
+    pub(super) fn abandon(&mut self) -> Vec<(Io, Owner)> {
+        self.shadows
+            .iter_mut()
+            .filter_map(|shadow| shadow.request.take())
+            .collect()
+    }
+
+    /// Gives the idle pages back to the guest's kernel and the ring to whoever closes it.
+    pub(super) fn into_parts(self) -> RingParts {
+        for page in self.free_pages {
+            self.domain.free_page(page);
+        }
+        self.parts
+    }
+}
