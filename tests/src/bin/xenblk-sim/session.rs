@@ -1,0 +1,141 @@
+//! What the commands have in common: a world with one guest, told in time when somebody wants it to end.
+
+use std::error::Error;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::Notify;
+use xenblk_tests::disk::{GuestDisk, IoError, Op};
+use xenblk_tests::frontend::{Config, Disk};
+use xenblk_tests::toolstack::DiskSpec;
+use xenblk_tests::world::{Attached, DRAIN, Guest, Options, World};
+use xenblkd::target::{OpenMode, TargetSpec, open};
+
+pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
+
+/// Refuses an image the backend would refuse, before anything is started; touches nothing.
+pub(crate) fn check_image(image: &str, readonly: bool) -> Result<()> {
+    open(&TargetSpec::parse(image)?, OpenMode { readonly })?;
+    Ok(())
+}
+
+/// SIGINT or SIGTERM came.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Interrupt {
+    pub(crate) stop: Arc<AtomicBool>,
+    came: Arc<Notify>,
+}
+
+impl Interrupt {
+    fn install(&self, world: &World) -> std::io::Result<()> {
+        let (mut interrupt, mut terminate) = world.block_on(async {
+            Ok::<_, std::io::Error>((
+                signal(SignalKind::interrupt())?,
+                signal(SignalKind::terminate())?,
+            ))
+        })?;
+        let this = self.clone();
+        world.spawn(async move {
+            tokio::select! {
+                _ = interrupt.recv() => {}
+                _ = terminate.recv() => {}
+            }
+            this.stop.store(true, Ordering::Relaxed);
+            this.came.notify_one();
+        });
+        Ok(())
+    }
+
+    /// Waits for it.
+    pub(crate) fn wait(&self, world: &World) {
+        world.block_on(self.came.notified());
+    }
+
+    pub(crate) fn came(&self) -> bool {
+        self.stop.load(Ordering::Relaxed)
+    }
+}
+
+/// A world and its only guest.
+#[derive(Debug)]
+pub(crate) struct Session {
+    pub(crate) world: World,
+    guest: Guest,
+    pub(crate) interrupt: Interrupt,
+    disks: Vec<(Attached, Arc<Disk>)>,
+}
+
+impl Session {
+    /// Starts everything for a guest of up to `disks` disks.
+    pub(crate) fn start(config: Config, disks: usize) -> Result<Self> {
+        let mut world = World::start(Options::new("/proc/self/exe"))?;
+        let interrupt = Interrupt::default();
+        interrupt.install(&world)?;
+        let guest = world.guest(config, disks)?;
+        Ok(Self {
+            world,
+            guest,
+            interrupt,
+            disks: Vec::new(),
+        })
+    }
+
+    /// Gives the guest its next disk.
+    pub(crate) fn attach(&mut self, image: &str, readonly: bool) -> Result<Arc<Disk>> {
+        let spec = DiskSpec {
+            params: image.into(),
+            readonly,
+            discard: true,
+        };
+        let (attached, disk) = self
+            .world
+            .attach(&self.guest, self.disks.len() as u32, &spec)?;
+        self.disks.push((attached, Arc::clone(&disk)));
+        Ok(disk)
+    }
+
+    pub(crate) fn domid(&self) -> u16 {
+        self.guest.domid()
+    }
+
+    /// Flushes and detaches every disk. All are tried; the first problem is reported.
+    pub(crate) fn detach(&mut self) -> Result<()> {
+        let mut first = None;
+        for (attached, disk) in self.disks.drain(..) {
+            let vbd = attached.vbd;
+            let flushed = flush(&disk).map_err(|problem| format!("{vbd}: {problem}").into());
+            let detached = if disk.gone().is_some() {
+                self.world.detach_by_force(attached)
+            } else {
+                self.world.detach(attached)
+            };
+            first = first.or(flushed.err()).or(detached.err().map(Box::from));
+        }
+        first.map_or(Ok(()), Err)
+    }
+
+    /// [`detach`](Self::detach), then ends the backend.
+    pub(crate) fn end(mut self) -> Result<()> {
+        let detached = self.detach();
+        let stopped = self.world.stop_backend();
+        detached?;
+        if stopped {
+            Ok(())
+        } else {
+            Err("the backend did not end in order".into())
+        }
+    }
+}
+
+fn flush(disk: &Disk) -> std::result::Result<(), String> {
+    if disk.info().readonly {
+        return Ok(());
+    }
+    match disk.request(0, Op::Flush, DRAIN) {
+        Some(Ok(_)) => Ok(()),
+        Some(Err(IoError::Gone)) => Err(disk.gone().unwrap_or("the disk is gone").into()),
+        Some(Err(error)) => Err(format!("flush: {error}")),
+        None => Err(format!("no answer to a flush within {DRAIN:?}")),
+    }
+}
