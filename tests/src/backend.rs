@@ -50,7 +50,7 @@ impl Backend {
     pub fn spawn(
         program: &Path,
         sockets: Sockets<'_>,
-        workers: usize,
+        workers: u32,
         died: impl FnOnce(ExitStatus) + Send + 'static,
     ) -> io::Result<Self> {
         let mut child = Command::new(program)

@@ -72,13 +72,13 @@ pub struct Options {
     /// The program whose subcommands `supervisor` and `worker` are the backend.
     pub program: PathBuf,
     /// Storage cores.
-    pub workers: usize,
+    pub workers: u32,
 }
 
 impl Options {
     /// `program` with as many workers as a host of this size has by default: a core is left to others.
     pub fn new(program: impl Into<PathBuf>) -> Self {
-        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let cores = std::thread::available_parallelism().map_or(1, |cores| cores.get() as u32);
         Self {
             program: program.into(),
             workers: cores.saturating_sub(1).max(1),

@@ -112,7 +112,7 @@ pub(crate) struct Supervisor {
     pub(crate) control: PathBuf,
     /// Storage cores.
     #[arg(long)]
-    pub(crate) workers: usize,
+    pub(crate) workers: u32,
 }
 
 /// [`Profile`] by its name.
