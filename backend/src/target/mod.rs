@@ -7,6 +7,8 @@ mod open;
 pub mod script;
 pub(crate) mod serve;
 mod spec;
+#[cfg(all(test, feature = "fake"))]
+mod suite;
 
 use serde::{Deserialize, Serialize};
 

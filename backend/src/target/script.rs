@@ -3,6 +3,9 @@
 //! connection with [`Greeting`] and one descriptor, the file that holds the data; the worker asks
 //! about each operation before it starts and the test answers when it likes, in any order.
 
+#[cfg(feature = "fake")]
+pub mod disk;
+
 use std::collections::HashMap;
 use std::io::{self, IoSliceMut};
 use std::mem::MaybeUninit;
