@@ -22,7 +22,7 @@ impl SharedPages {
     /// signal later) and its size sealed. The name shows in `/proc/<pid>/maps`.
     pub fn create(name: &str, bytes: usize) -> io::Result<(Self, OwnedFd)> {
         let size = u64::try_from(bytes).map_err(|_| io::ErrorKind::InvalidInput)?;
-        let memfd = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | MemfdFlags::NOEXEC_SEAL;
+        let memfd = MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
         let fd = rustix::fs::memfd_create(name, memfd)?;
         rustix::fs::ftruncate(&fd, size)?;
         rustix::fs::fallocate(&fd, FallocateFlags::empty(), 0, size)?;
@@ -53,6 +53,12 @@ impl SharedPages {
     /// Whether there are no bytes at all.
     pub fn is_empty(&self) -> bool {
         self.len() == 0
+    }
+
+    /// The memory itself, for the mocked hypervisor's guests.
+    #[cfg(feature = "fake")]
+    pub(crate) fn region(&self) -> &Region {
+        &self.region
     }
 
     /// One relaxed load of 64-bit word number `word`; the way to read a read-only mapping.

@@ -14,6 +14,9 @@ use crate::XEN_PAGE_SIZE;
 use crate::buddy::Buddy;
 use crate::memory::Region;
 
+/// Largest slab: 4 TiB.
+const MAX_PAGES: u32 = 1 << 30;
+
 /// Private memory of one ring. Pages cost host memory once they have been used; the most recently freed
 /// are handed out first, so a ring with few requests stays in few (warm) pages.
 #[derive(Debug)]
@@ -57,11 +60,15 @@ impl Run {
 }
 
 impl Slab {
-    /// Reserves `bytes`, rounded up to whole pages; EINVAL for 0 and for more than 8 TiB.
+    /// Reserves `bytes`, rounded up to a power of two of pages: then every run that is no longer than the
+    /// slab fits once the slab is empty. EINVAL for 0 and for more than 4 TiB.
     pub fn reserve(bytes: usize) -> io::Result<Self> {
         static NEXT_ID: AtomicU32 = AtomicU32::new(0);
-        let pages = u32::try_from(bytes.div_ceil(XEN_PAGE_SIZE)).unwrap_or(0);
-        if pages == 0 || pages > u32::MAX / 2 {
+        let pages = bytes.div_ceil(XEN_PAGE_SIZE).checked_next_power_of_two();
+        let pages = pages
+            .and_then(|pages| u32::try_from(pages).ok())
+            .unwrap_or(0);
+        if bytes == 0 || !(1..=MAX_PAGES).contains(&pages) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let region = Region::anonymous((pages as usize).saturating_mul(XEN_PAGE_SIZE))?;
