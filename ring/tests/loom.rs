@@ -6,7 +6,7 @@
 
 mod rig;
 
-use std::sync::atomic::AtomicU32 as PlainU32;
+use std::sync::atomic::{AtomicU32 as PlainU32, AtomicU64};
 
 use loom::sync::atomic::{
     AtomicBool, AtomicU32,
@@ -15,8 +15,8 @@ use loom::sync::atomic::{
 };
 use loom::sync::{Arc, Notify};
 use loom::thread;
-use rig::{Back, attach};
-use xenblk_ring::{Abi, FrontRing, RawSlot, Status, Words};
+use rig::{identity, journal};
+use xenblk_ring::{Abi, BackRing, FrontRing, RawSlot, Status, Words};
 
 const ABI: Abi = Abi::X86_64;
 /// Words the models share: the indices, and id and operation of the slots in use.
@@ -89,13 +89,19 @@ impl Words for ModelWords {
 
 type Front = FrontRing<ModelWords>;
 
+type Back = BackRing<ModelWords, Vec<AtomicU64>>;
+
+fn attach(words: &ModelWords) -> Back {
+    BackRing::attach(words.clone(), ABI, 1, journal(ABI, 1), &identity(1)).unwrap()
+}
+
 fn push(front: &mut Front, id: u64) -> bool {
     front.push(&RawSlot::with_operation(ABI, 1, id)).unwrap();
     front.publish()
 }
 
 /// Takes and answers everything there is; whether the frontend wants an event.
-fn serve(back: &mut Back<ModelWords>, expected: &mut u64) -> bool {
+fn serve(back: &mut Back, expected: &mut u64) -> bool {
     while let Some(token) = back.consume().unwrap() {
         // No segments, so the request is an error that names what the slot held.
         let error = back.request(&token).unwrap_err();
@@ -115,7 +121,7 @@ fn request_against_final_check(fenced: bool) {
     loom::model(move || {
         let words = ModelWords::new(fenced);
         let mut front = FrontRing::init(words.clone(), ABI, 1).unwrap();
-        let mut back = attach(words.clone(), ABI, 1);
+        let mut back = attach(&words);
         // One served already: req_event stays 1, behind, until the next final check.
         let _ = push(&mut front, 0);
         let mut seen = 0;
@@ -142,7 +148,7 @@ fn response_against_final_check(fenced: bool) {
         let mut front = FrontRing::init(words.clone(), ABI, 1).unwrap();
         // One answered already: rsp_event stays 1, behind, until the next final check.
         let _ = push(&mut front, 0);
-        let mut back = attach(words.clone(), ABI, 1);
+        let mut back = attach(&words);
         let _ = serve(&mut back, &mut 0);
         assert_eq!(front.take().unwrap().unwrap().id, 0);
         let _ = push(&mut front, 1);
@@ -150,7 +156,7 @@ fn response_against_final_check(fenced: bool) {
         let notified = Arc::new(AtomicBool::new(false));
         let host = thread::spawn({
             let (notified, words) = (notified.clone(), words.clone());
-            move || notified.store(serve(&mut attach(words.clone(), ABI, 1), &mut 1), SeqCst)
+            move || notified.store(serve(&mut attach(&words), &mut 1), SeqCst)
         });
         let more = front.final_check().unwrap();
         if more {
@@ -203,7 +209,7 @@ fn two_requests_are_served_by_sides_that_sleep() {
         let host = thread::spawn({
             let (to_host, to_guest) = (to_host.clone(), to_guest.clone());
             move || {
-                let mut back = attach(words.clone(), ABI, 1);
+                let mut back = attach(&words);
                 let mut seen = 0;
                 while seen < 2 {
                     if serve(&mut back, &mut seen) {

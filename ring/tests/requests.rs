@@ -3,11 +3,11 @@
 mod rig;
 
 use proptest::prelude::*;
-use rig::attach;
+use rig::{identity, journal};
 use xenblk_ring::{
-    Abi, BarrierRequest, DirectSegments, DiscardRequest, FlushRequest, FrontRing, IndirectRequest,
-    RawSlot, Reason, Request, Response, RwOp, RwRequest, Segment, Status, WriteData,
-    decode_indirect_page, encode_indirect_page, heap_words,
+    Abi, BackRing, BarrierRequest, DirectSegments, DiscardRequest, FlushRequest, FrontRing,
+    IndirectRequest, RawSlot, Reason, Request, Response, RwOp, RwRequest, Segment, Status,
+    WriteData, decode_indirect_page, encode_indirect_page, heap_words,
 };
 
 fn abi() -> impl Strategy<Value = Abi> {
@@ -172,7 +172,7 @@ proptest! {
     fn requests_survive_the_ring(abi in abi(), requests in prop::collection::vec(request(), 1..20)) {
         let words = heap_words(1);
         let mut front = FrontRing::init(words.clone(), abi, 1).unwrap();
-        let mut back = attach(words, abi, 1);
+        let mut back = BackRing::attach(words, abi, 1, journal(abi, 1), &identity(1)).unwrap();
         for request in &requests {
             prop_assert_eq!(request.encode(abi).parse(abi), Ok(*request));
             front.push(&request.encode(abi)).unwrap();
@@ -196,7 +196,7 @@ proptest! {
         bytes[at..at + 8].copy_from_slice(&id.to_le_bytes());
         let words = heap_words(1);
         let mut front = FrontRing::init_at(words.clone(), abi, 1, u32::MAX).unwrap();
-        let mut back = attach(words, abi, 1);
+        let mut back = BackRing::attach(words, abi, 1, journal(abi, 1), &identity(1)).unwrap();
         front.push(&RawSlot::from_bytes(&bytes)).unwrap();
         let _ = front.publish();
         let token = back.consume().unwrap().unwrap();

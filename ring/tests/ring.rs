@@ -3,9 +3,10 @@
 mod rig;
 
 use std::collections::BTreeMap;
+use std::sync::atomic::AtomicU64;
 
 use proptest::prelude::*;
-use rig::{Back, attach, identity, journal};
+use rig::{identity, journal};
 use xenblk_ring::layout::{REQ_EVENT, REQ_PROD, RING_HEADER_BYTES, RSP_EVENT, RSP_PROD};
 use xenblk_ring::{
     Abi, AttachError, BackRing, FrontRing, HeapWords, IndirectRequest, ProbeWords, RawSlot,
@@ -13,6 +14,12 @@ use xenblk_ring::{
 };
 
 const UNKNOWN: u8 = 0xee;
+
+type Back<W> = BackRing<W, Vec<AtomicU64>>;
+
+fn attach<W: Words>(words: W, abi: Abi, pages: u32) -> Back<W> {
+    BackRing::attach(words, abi, pages, journal(abi, pages), &identity(pages)).unwrap()
+}
 
 /// Both halves on the same memory, their indices starting at `start`.
 fn pair_at<W: Words + Clone>(

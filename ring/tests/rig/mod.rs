@@ -2,7 +2,7 @@
 
 use std::sync::atomic::AtomicU64;
 
-use xenblk_ring::{Abi, BackRing, JournalIdentity, journal_bytes};
+use xenblk_ring::{Abi, JournalIdentity, journal_bytes};
 
 pub(crate) fn identity(pages: u32) -> JournalIdentity {
     JournalIdentity {
@@ -24,11 +24,4 @@ pub(crate) fn journal(abi: Abi, pages: u32) -> Vec<AtomicU64> {
     (0..journal_bytes(abi.entries(pages)) / 8)
         .map(|_| AtomicU64::new(0))
         .collect()
-}
-
-pub(crate) type Back<W> = BackRing<W, Vec<AtomicU64>>;
-
-/// The backend's half of a ring its frontend has set up in `words`.
-pub(crate) fn attach<W: xenblk_ring::Words>(words: W, abi: Abi, pages: u32) -> Back<W> {
-    BackRing::attach(words, abi, pages, journal(abi, pages), &identity(pages)).unwrap()
 }
