@@ -158,3 +158,80 @@ impl Queue {
         self.waiting.retain(|event| event.1 != token);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn waiting(shared: &Shared) -> Vec<(String, String)> {
+        let mut queue = shared.queue.lock();
+        let mut seen = Vec::new();
+        while let Some(Some(Event::Watch { path, token })) = queue.pop() {
+            seen.push((path, token));
+        }
+        seen
+    }
+
+    fn pairs(expected: &[(&str, &str)]) -> Vec<(String, String)> {
+        expected
+            .iter()
+            .map(|(path, token)| ((*path).to_owned(), (*token).to_owned()))
+            .collect()
+    }
+
+    #[test]
+    fn equal_events_wait_once_and_order_is_kept() {
+        let shared = Shared::default();
+        shared.add_watch("/a", "t");
+        for path in ["/a/1", "/a/2", "/a/1", "/a/2"] {
+            shared.push(path.to_owned(), "t".to_owned());
+        }
+        assert_eq!(waiting(&shared), pairs(&[("/a/1", "t"), ("/a/2", "t")]));
+        shared.push("/a/1".to_owned(), "t".to_owned());
+        assert_eq!(
+            waiting(&shared),
+            pairs(&[("/a/1", "t")]),
+            "delivered events come again"
+        );
+    }
+
+    #[test]
+    fn an_unwatched_token_is_heard_no_more() {
+        let shared = Shared::default();
+        shared.add_watch("/a", "t");
+        shared.add_watch("/b", "t");
+        shared.add_watch("/a", "other");
+        for token in ["t", "other", "never"] {
+            shared.push("/a/1".to_owned(), token.to_owned());
+        }
+        shared.remove_watch("/a", "t");
+        shared.push("/b/1".to_owned(), "t".to_owned());
+        assert_eq!(
+            waiting(&shared),
+            pairs(&[("/a/1", "t"), ("/a/1", "other"), ("/b/1", "t")]),
+            "the token still has a watch"
+        );
+        shared.push("/b/1".to_owned(), "t".to_owned());
+        shared.remove_watch("/b", "t");
+        shared.push("/b/2".to_owned(), "t".to_owned());
+        assert_eq!(waiting(&shared), []);
+    }
+
+    #[test]
+    fn too_many_shrink_to_the_watched_paths_of_the_token() {
+        let shared = Shared::default();
+        for (path, token) in [("/a", "t"), ("/b", "t"), ("/c", "u")] {
+            shared.add_watch(path, token);
+        }
+        shared.push("/c".to_owned(), "u".to_owned());
+        for n in 0..3 * MAX_WAITING {
+            shared.push(format!("/a/{n}"), "t".to_owned());
+            assert!(shared.queue.lock().order.len() <= MAX_WAITING + 2);
+        }
+        let mut seen = waiting(&shared);
+        assert!(seen.len() <= MAX_WAITING);
+        seen.truncate(3);
+        seen.sort();
+        assert_eq!(seen, pairs(&[("/a", "t"), ("/b", "t"), ("/c", "u")]));
+    }
+}

@@ -205,9 +205,12 @@ impl Pump {
             }
             return;
         }
-        // The first event may come before the reply, so the watch is known from here on.
-        if let Effect::Watch(path, token) = &effect {
-            self.events.add_watch(path, token);
+        // In the order the server will see, not that of its replies: a watch's first event may come
+        // before its reply, and unwatch and watch of the same pair may both be under way.
+        match &effect {
+            Effect::Watch(path, token) => self.events.add_watch(path, token),
+            Effect::Unwatch(path, token) => self.events.remove_watch(path, token),
+            Effect::None | Effect::Begin => {}
         }
         self.pending.insert(
             request,
@@ -274,13 +277,9 @@ impl Pump {
 
     fn succeed(&self, payload: Vec<u8>, effect: Effect) -> Answer {
         let undo = match effect {
-            Effect::None => None,
+            Effect::None | Effect::Unwatch(..) => None,
             Effect::Begin => transaction_id(&payload).map(Undo::abort),
             Effect::Watch(path, token) => Some(Undo::unwatch(path, token)),
-            Effect::Unwatch(path, token) => {
-                self.events.remove_watch(&path, &token);
-                None
-            }
         };
         let undo = undo.and_then(|command| Some(Undo::new(self.undo.upgrade()?, command)));
         Answer { payload, undo }

@@ -1,6 +1,8 @@
 //! The client when the server goes away or talks nonsense: every pending call ends at once, and the
 //! event stream says why.
 
+use std::time::Duration;
+
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::UnixStream;
 use xenblk_xenstore::{Client, Error, Event, Tx};
@@ -25,8 +27,10 @@ async fn answer(
     } else {
         Some(theirs)
     };
-    let Some(Event::Disconnected { reason }) = events.next().await else {
-        panic!("the stream must end with Disconnected")
+    // The time-out is for a client that would wait for ever.
+    let event = tokio::time::timeout(Duration::from_secs(30), events.next()).await;
+    let Ok(Some(Event::Disconnected { reason })) = event else {
+        panic!("the stream must end with Disconnected, not {event:?}")
     };
     assert_eq!(events.next().await, None);
     let results = (first.await.unwrap(), second.await.unwrap());

@@ -1,5 +1,5 @@
 //! Our client against Debian's real daemons. `tests/peers/run` sets them up; without it these tests
-//! say that they are skipped, or fail if `XENBLK_PEERS=required`.
+//! say that they are skipped, or fail if `XENBLK_XENSTORE_PEERS=required`.
 
 mod contract;
 
@@ -10,7 +10,7 @@ fn peer(variable: &str) -> Option<String> {
     let socket = std::env::var(variable).ok();
     if socket.is_none() {
         assert_ne!(
-            std::env::var("XENBLK_PEERS").as_deref(),
+            std::env::var("XENBLK_XENSTORE_PEERS").as_deref(),
             Ok("required"),
             "{variable} is not set: run tests/peers/run"
         );

@@ -30,7 +30,7 @@ impl Tools {
             return Some(tools);
         }
         assert_ne!(
-            std::env::var("XENBLK_PEERS").as_deref(),
+            std::env::var("XENBLK_XENSTORE_PEERS").as_deref(),
             Ok("required"),
             "no xenstore-ls: run tests/peers/run or install xenstore-utils"
         );
