@@ -9,7 +9,7 @@ use xenblk_ring::layout::{MAX_DIRECT_SEGMENTS, PAGE_SIZE};
 use xenblk_ring::{Abi, BackRing, JournalIdentity, journal_bytes};
 
 use super::engine::Engine;
-use super::ring::{FETCH_BYTES, FETCH_SLOTS, Owned, RingService};
+use super::ring::{FETCH_LEN, Owned, RingService};
 use crate::message::{Attach, HostKind};
 use crate::plan::Rules;
 use crate::stats::{self, Writer};
@@ -54,6 +54,7 @@ pub(super) fn attach(
     let page = SharedPages::map(statistics, stats::BYTES, Access::ReadWrite)
         .map_err(at("map the statistics page"))?;
     let slab = bounce(message).map_err(at("reserve bounce memory"))?;
+    let fetch = Slab::reserve(FETCH_LEN as usize).map_err(at("reserve bounce memory"))?;
     let target = serve::attach(&message.target, fds.collect(), around.slot)
         .map_err(at("take over the target"))?;
 
@@ -90,10 +91,9 @@ pub(super) fn attach(
             )
         })?;
 
-    let slab = engine.add_slab(slab);
-    let Some(fetch) = engine.lend(slab, (FETCH_SLOTS * FETCH_BYTES) as u32) else {
-        let _ = engine.remove_slab(slab);
-        return Err("bounce memory too small".into());
+    let (slab, fetch_slab) = (engine.add_slab(slab), engine.add_slab(fetch));
+    let Some(fetch) = engine.lend(fetch_slab, FETCH_LEN) else {
+        return Err("the buffer for indirect segments has no room for itself".into());
     };
     let (id, place, rules) = (message.ring, around.place, rules(message));
     let stats = Writer::new(page);
@@ -131,19 +131,18 @@ fn devices(host: HostKind, gntdev: OwnedFd, evtchn: OwnedFd) -> io::Result<Devic
     }
 }
 
-/// Bounce memory for the ring, and besides it the buffer that indirect segments are fetched into.
-/// One request of the largest size has to fit, or it would wait for ever.
+/// Bounce memory for the ring. One request of the largest size has to fit whatever the allocator's
+/// blocks, or it would wait for ever: when all is free there is a block of this power of two.
 fn bounce(message: &Attach) -> io::Result<Slab> {
     let segments = usize::from(message.max_indirect_segments).max(MAX_DIRECT_SEGMENTS);
+    let least = segments.next_power_of_two() * PAGE_SIZE;
     let bytes = usize::try_from(message.bounce_bytes).map_err(io::Error::other)?;
-    if bytes < segments * PAGE_SIZE {
-        let least = segments * PAGE_SIZE;
+    if bytes < least {
         return Err(io::Error::other(format!(
             "{bytes} bytes given, at least {least} expected"
         )));
     }
-    let bytes = bytes.checked_add(FETCH_SLOTS * FETCH_BYTES);
-    Slab::reserve(bytes.ok_or(io::ErrorKind::InvalidInput)?)
+    Slab::reserve(bytes)
 }
 
 fn rules(message: &Attach) -> Rules {
@@ -182,12 +181,15 @@ impl RingService {
             ..
         } = self.own;
         events.unbind(port);
+        let fetch_slab = fetch.slab();
         engine.release(fetch);
         // Unmaps the ring, then closes the devices.
         drop(back);
         drop((grants, events, target));
-        if let Err(lent) = engine.remove_slab(slab) {
-            left.push(format!("{lent} buffers of its bounce memory lent"));
+        for slab in [slab, fetch_slab] {
+            if let Err(lent) = engine.remove_slab(slab) {
+                left.push(format!("{lent} buffers of its bounce memory lent"));
+            }
         }
         if left.is_empty() {
             Ok(())

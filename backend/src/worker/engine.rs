@@ -490,6 +490,10 @@ impl Buffer {
         self.len
     }
 
+    pub(crate) fn slab(&self) -> SlabKey {
+        self.slab
+    }
+
     /// Where it starts in its slab, in bytes, for a grant copy.
     pub(crate) fn offset(&self) -> usize {
         self.run.offset()

@@ -29,7 +29,7 @@ use crate::message::RingId;
 use crate::plan::{Plan, Rules, Step, Transfer};
 use crate::stats::{Counter, Writer};
 use crate::target::serve::Target;
-pub(super) use intake::{FETCH_BYTES, FETCH_SLOTS};
+pub(super) use intake::FETCH_LEN;
 use intake::{Stage, TURN, Waiting};
 
 /// How far a ring is from its end.
@@ -181,13 +181,13 @@ impl RingService {
         self.own.back.finish(token, status);
     }
 
-    fn copy(&mut self, engine: &mut Engine) {
+    fn copy(&mut self, engine: &mut Engine, slab: SlabKey) {
         if self.copies.segments() == 0 {
             return;
         }
         self.count(Counter::Copies, 1);
         self.count(Counter::CopiedSegments, self.copies.segments());
-        if let Some(slab) = engine.slab(self.own.slab) {
+        if let Some(slab) = engine.slab(slab) {
             self.copies.run(&*self.own.grants, self.own.dom, slab);
         }
     }
@@ -246,7 +246,7 @@ impl RingService {
                 }
             }
         }
-        self.copy(engine);
+        self.copy(engine, self.own.slab);
         let writes = std::mem::take(&mut self.writes);
         for (n, &slot) in writes.iter().enumerate() {
             if self.copies.copied(n) {
@@ -371,7 +371,7 @@ impl RingService {
             self.list_copies(&request.token, local, Direction::ToGuest);
             self.started.insert(request);
         }
-        self.copy(engine);
+        self.copy(engine, self.own.slab);
         for (n, &slot) in read.iter().enumerate() {
             let status = if self.copies.copied(n) {
                 Status::Okay

@@ -18,9 +18,11 @@ use crate::worker::engine::Engine;
 /// Most requests taken in by one turn, so that a busy ring lets the others in.
 pub(super) const TURN: usize = 128;
 /// Indirect requests whose segments one copy call fetches; each has room for [`FETCH_BYTES`].
-pub(in crate::worker) const FETCH_SLOTS: usize = 32;
+const FETCH_SLOTS: usize = 32;
 /// Descriptors of the longest indirect request: 256 of 8 bytes, always in its first page.
-pub(in crate::worker) const FETCH_BYTES: usize = 2048;
+const FETCH_BYTES: usize = 2048;
+/// Bytes of the buffer that is for all of them.
+pub(in crate::worker) const FETCH_LEN: u32 = (FETCH_SLOTS * FETCH_BYTES) as u32;
 
 /// A request taken in and not started.
 #[derive(Debug)]
@@ -95,7 +97,9 @@ impl RingService {
     /// journal, and plans the requests. What finds no table in the journal keeps its segments in the
     /// fetch buffer, and nothing else is fetched until it has one.
     pub(super) fn fetch(&mut self, engine: &mut Engine) {
-        if self.can_fetch() {
+        // The copies' outcome is to be had now only: the next copies of this ring overwrite it.
+        let fresh = self.can_fetch();
+        if fresh {
             self.copy_descriptors(engine);
         }
         let mut queue = std::mem::take(&mut self.waiting);
@@ -103,28 +107,27 @@ impl RingService {
             let Some(Waiting { token, stage }) = queue.pop_front() else {
                 break;
             };
-            match stage {
+            let decision = match &stage {
+                Stage::Fetched(_, slot) if fresh && !self.copies.copied(*slot) => {
+                    Some(Decision::Answer(Status::Error))
+                }
                 Stage::Fetched(indirect, slot) => {
-                    match self.keep_segments(engine, &token, &indirect, slot) {
-                        Some(decision) => {
-                            self.unplanned = self.unplanned.saturating_sub(1);
-                            match decision {
-                                Decision::Do(plan) => {
-                                    queue.push_back(Waiting {
-                                        token,
-                                        stage: Stage::Planned(plan),
-                                    });
-                                }
-                                Decision::Answer(status) => self.finish(token, status),
-                            }
+                    self.keep_segments(engine, &token, indirect, *slot)
+                }
+                Stage::Indirect(_) | Stage::Planned(_) => None,
+            };
+            match decision {
+                None => queue.push_back(Waiting { token, stage }),
+                Some(decision) => {
+                    self.unplanned = self.unplanned.saturating_sub(1);
+                    match decision {
+                        Decision::Do(plan) => {
+                            let stage = Stage::Planned(plan);
+                            queue.push_back(Waiting { token, stage });
                         }
-                        None => queue.push_back(Waiting {
-                            token,
-                            stage: Stage::Fetched(indirect, slot),
-                        }),
+                        Decision::Answer(status) => self.finish(token, status),
                     }
                 }
-                stage => queue.push_back(Waiting { token, stage }),
             }
         }
         self.waiting = queue;
@@ -156,7 +159,7 @@ impl RingService {
                 waiting.stage = Stage::Fetched(*indirect, slot);
             }
         }
-        self.copy(engine);
+        self.copy(engine, self.own.fetch.slab());
     }
 
     /// `None` while the journal has no room for the segments.
@@ -168,9 +171,6 @@ impl RingService {
         slot: usize,
     ) -> Option<Decision> {
         const REFUSED: Option<Decision> = Some(Decision::Answer(Status::Error));
-        if !self.copies.copied(slot) {
-            return REFUSED;
-        }
         let bytes = engine.bytes(&self.own.fetch);
         let start = slot.saturating_mul(FETCH_BYTES);
         let page = bytes
