@@ -6,6 +6,7 @@ use std::sync::Arc;
 use parking_lot::Mutex;
 use xenblk_xenstore::vbd::BackendPath;
 
+use super::handle::Load;
 use crate::control::{DiskStatus, RingStatus, Status};
 use crate::stats::Reader;
 
@@ -34,6 +35,16 @@ impl Board {
     /// Forgets a disk.
     pub(super) fn remove(&self, path: BackendPath) {
         self.0.lock().remove(&path);
+    }
+
+    /// How much there is to serve.
+    pub(super) fn load(&self) -> Load {
+        let disks = self.0.lock();
+        let rings = disks.values().map(|posted| posted.rings.len()).sum();
+        Load {
+            disks: disks.len(),
+            rings,
+        }
     }
 
     /// Every disk with its rings' counters as they are now.

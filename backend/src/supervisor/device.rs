@@ -72,7 +72,8 @@ impl Wake {
 pub(super) struct Common {
     pub(super) host: Arc<Host>,
     pub(super) workers: Workers,
-    pub(super) limits: Limits,
+    /// What is offered to frontends from now on.
+    pub(super) limits: watch::Receiver<Limits>,
     pub(super) board: Arc<Board>,
     /// The present connection to XenStore; `None` while there is none.
     pub(super) session: watch::Receiver<Option<Session>>,
@@ -95,6 +96,8 @@ struct Trouble {
 pub(super) struct Device {
     path: BackendPath,
     common: Common,
+    /// What the frontend was offered last.
+    limits: Limits,
     wake: Arc<Wake>,
     /// The watched frontend node, with the session it is watched on.
     watched: Option<(u64, String)>,
@@ -145,8 +148,10 @@ pub(super) fn device_of_token(token: &str) -> Option<BackendPath> {
 
 impl Device {
     pub(super) fn new(path: BackendPath, common: Common, wake: Arc<Wake>) -> Self {
+        let limits = *common.limits.borrow();
         Self {
             path,
+            limits,
             common,
             wake,
             watched: None,
@@ -465,7 +470,7 @@ impl Device {
         let Some(target) = self.disk.target().map(Arc::clone) else {
             return Ok(Turn::Wait);
         };
-        let limits = self.common.limits.negotiable();
+        let limits = self.limits.negotiable();
         let rings = match vbd::read_frontend(client, Tx::NONE, &look.keys.frontend, &limits).await {
             Ok(rings) => rings,
             Err(ReadError::Store(error)) => return Err(error),
@@ -484,7 +489,7 @@ impl Device {
             path: self.path,
             target,
             host: Arc::clone(&self.common.host),
-            limits: self.common.limits,
+            limits: self.limits,
             discard: look.keys.discard_enable,
         };
         match Connection::start(setup, rings, self.common.workers.clone()).await {
@@ -510,11 +515,15 @@ impl Device {
     }
 
     async fn publish(&mut self, client: &Client, look: &Look, state: State) -> Result<Turn, Error> {
+        let offer = *self.common.limits.borrow();
         let keys = match state {
-            State::InitWait => vbd::transport_keys(&self.common.limits.negotiable()),
+            State::InitWait => vbd::transport_keys(&offer.negotiable()),
             _ => Vec::new(),
         };
         let outcome = vbd::publish(client, &self.path, look.ours, &keys, state).await?;
+        if state == State::InitWait && outcome == vbd::Outcome::Written {
+            self.limits = offer;
+        }
         debug!(?state, ?outcome, "published");
         Ok(Turn::Again)
     }

@@ -7,6 +7,7 @@ mod control_socket;
 mod device;
 mod disk;
 mod guest_log;
+mod handle;
 mod host;
 mod process;
 mod service;
@@ -19,6 +20,7 @@ use std::path::PathBuf;
 
 use xenblk_xenstore::vbd;
 
+pub use handle::{Handle, Load};
 pub use host::HostSource;
 
 /// Most workers of one supervisor: fences of so many are looked at when it starts.
@@ -138,53 +140,71 @@ fn io_error(what: String, source: io::Error) -> SupervisorError {
     SupervisorError::Io { what, source }
 }
 
-/// Serves vbds until `shutdown` completes, then detaches every ring in order: what guests had asked for
-/// is done and published, however long their storage takes. Guests' states are left as they are; the next
-/// supervisor lets them connect anew. Needs a tokio runtime with I/O and time; one thread is enough.
+/// A supervisor on a host found usable, watching XenStore already.
+#[derive(Debug)]
+pub struct Supervisor(service::Service);
+
+impl Supervisor {
+    /// Opens everything that must be there from the start. Needs a tokio runtime with I/O and time; one
+    /// thread is enough.
+    pub async fn start(options: Options) -> Result<Self, SupervisorError> {
+        options.check()?;
+        Ok(Self(service::Service::start(options).await?))
+    }
+
+    /// For asking and telling it while it runs.
+    pub fn handle(&self) -> Handle {
+        self.0.handle()
+    }
+
+    /// Serves vbds until `shutdown` completes, then detaches every ring in order: what guests had asked
+    /// for is done and published, however long their storage takes. Guests' states are left as they are;
+    /// the next supervisor lets them connect anew.
+    pub async fn run(self, shutdown: impl Future<Output = ()>) {
+        self.0.run(shutdown).await;
+    }
+}
+
+/// [`Supervisor::start`] and [`Supervisor::run`].
 pub async fn run(
     options: Options,
     shutdown: impl Future<Output = ()>,
 ) -> Result<(), SupervisorError> {
-    options.check()?;
-    service::Service::start(options).await?.run(shutdown).await;
+    Supervisor::start(options).await?.run(shutdown).await;
     Ok(())
 }
 
 impl Options {
     fn check(&self) -> Result<(), SupervisorError> {
-        let Limits {
-            max_queues,
-            max_ring_page_order,
-            max_indirect_segments,
-            bounce_bytes,
-        } = self.limits;
-        let largest = u64::from(max_indirect_segments.max(11)) * 4096;
-        let ranges = [
-            (
-                "workers",
-                u64::from(self.workers),
-                1,
-                u64::from(MAX_WORKERS),
-            ),
-            ("max_queues", u64::from(max_queues), 1, 16),
-            ("max_ring_page_order", u64::from(max_ring_page_order), 0, 4),
-            (
-                "max_indirect_segments",
-                u64::from(max_indirect_segments),
-                0,
-                256,
-            ),
-            ("bounce_bytes", bounce_bytes, largest, 1 << 30),
-        ];
-        for (option, value, min, max) in ranges {
-            if !(min..=max).contains(&value) {
-                return Err(SupervisorError::Option {
-                    option,
-                    value,
-                    expected: format!("{min} to {max}"),
-                });
-            }
-        }
-        Ok(())
+        check_range("workers", self.workers, 1, MAX_WORKERS)?;
+        self.limits.check()
     }
+}
+
+impl Limits {
+    fn check(&self) -> Result<(), SupervisorError> {
+        let largest = u64::from(self.max_indirect_segments.max(11)) * 4096;
+        check_range("max_queues", self.max_queues, 1, 16)?;
+        check_range("max_ring_page_order", self.max_ring_page_order, 0, 4)?;
+        check_range("max_indirect_segments", self.max_indirect_segments, 0, 256)?;
+        check_range("bounce_bytes", self.bounce_bytes, largest, 1 << 30)
+    }
+}
+
+fn check_range<T: Into<u64>>(
+    option: &'static str,
+    value: T,
+    min: T,
+    max: T,
+) -> Result<(), SupervisorError> {
+    let (value, min, max) = (value.into(), min.into(), max.into());
+    if (min..=max).contains(&value) {
+        return Ok(());
+    }
+    let expected = format!("{min} to {max}");
+    Err(SupervisorError::Option {
+        option,
+        value,
+        expected,
+    })
 }

@@ -17,9 +17,10 @@ use xenblk_xenstore::{Client, Error, Event, Events, Tx};
 use super::board::Board;
 use super::control_socket::ControlSocket;
 use super::device::{Common, Device, Session, Wake, device_of_token};
+use super::handle::Handle;
 use super::host::Host;
 use super::workers::Workers;
-use super::{Options, SupervisorError};
+use super::{Limits, Options, SupervisorError};
 
 /// Token of the watch on all backend directories.
 const DEVICES: &str = "devices";
@@ -38,6 +39,7 @@ pub(super) struct Service {
     generation: u64,
     session: watch::Sender<Option<Session>>,
     stopping: watch::Sender<bool>,
+    limits: watch::Sender<Limits>,
     common: Common,
     devices: HashMap<BackendPath, Arc<Wake>>,
     tasks: JoinSet<BackendPath>,
@@ -75,6 +77,7 @@ impl Service {
         let generation = 0;
         let (session, session_rx) = watch::channel(Some(Session { client, generation }));
         let (stopping, stopping_rx) = watch::channel(false);
+        let (limits, limits_rx) = watch::channel(options.limits);
         info!(domid, store = %options.store.display(), workers = options.workers, "serving");
         Ok(Self {
             store: options.store,
@@ -82,10 +85,11 @@ impl Service {
             generation,
             session,
             stopping,
+            limits,
             common: Common {
                 host,
                 workers,
-                limits: options.limits,
+                limits: limits_rx,
                 board,
                 session: session_rx,
                 stopping: stopping_rx,
@@ -97,6 +101,13 @@ impl Service {
             control,
             control_tasks,
         })
+    }
+
+    pub(super) fn handle(&self) -> Handle {
+        Handle {
+            limits: self.limits.clone(),
+            board: Arc::clone(&self.common.board),
+        }
     }
 
     /// Serves until `shutdown`, then ends everything in order.
