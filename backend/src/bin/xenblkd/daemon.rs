@@ -1,0 +1,208 @@
+//! `xenblkd run`: from a host that has been looked at to a supervisor that serves it, with what the
+//! service manager and the signals have to say to it. Serving itself is `supervisor`'s.
+
+use std::ffi::OsString;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use anyhow::{Context, bail};
+use sd_notify::NotifyState;
+use tokio::signal::unix::{SignalKind, signal};
+use tracing::{error, info, warn};
+use xenblkd::supervisor::{Handle, HostSource, Options, Supervisor, WorkerProgram};
+
+use crate::check::{self, Finding, Root, Verdict};
+use crate::config::Config;
+use crate::lock::Lock;
+use crate::logs::{self, Level};
+
+/// How often the status line of `systemctl status` is brought up to date.
+const STATUS_EVERY: Duration = Duration::from_secs(5);
+
+/// Serves until TERM or INT. The error is one line with the remedy, and nothing was touched then.
+pub(crate) fn run(named: Option<&Path>) -> anyhow::Result<()> {
+    let config = Config::load(named)?;
+    let root = Root::new("/");
+    refuse_if_missing(check::findings(&root, &config))?;
+    let level = logs::start(config.log_level);
+    // Held to the end, also while guests' last requests are finished.
+    let _lock = Lock::take(config.state_directory())?;
+    let runtime = tokio::runtime::Builder::new_current_thread()
+        .enable_all()
+        .build();
+    let runtime = runtime.context("cannot start the event loop")?;
+    let options = options(&config, config.xenstore(root.as_path()));
+    runtime.block_on(serve(
+        options,
+        Reload {
+            named: named.map(Path::to_owned),
+            config,
+            level,
+        },
+    ))
+}
+
+/// The first essential thing that is missing; `xenblkd check` shows them all.
+fn refuse_if_missing(findings: Vec<Finding>) -> anyhow::Result<()> {
+    let missing = findings
+        .into_iter()
+        .find(|finding| finding.verdict == Verdict::Missing);
+    match missing {
+        None => Ok(()),
+        Some(Finding { found, remedy, .. }) => {
+            bail!(
+                "{found}; remedy: {} (`xenblkd check` shows everything)",
+                remedy.unwrap_or_default()
+            )
+        }
+    }
+}
+
+fn options(config: &Config, store: PathBuf) -> Options {
+    let log_level = config.log_level.to_string();
+    let args = ["worker", "--log-level", &log_level]
+        .map(OsString::from)
+        .into();
+    Options {
+        store,
+        host: HostSource::Xen,
+        program: WorkerProgram::Process {
+            path: "/proc/self/exe".into(),
+            args,
+        },
+        workers: config.workers(),
+        control: Some(config.control()),
+        limits: config.limits(),
+    }
+}
+
+async fn serve(options: Options, reload: Reload) -> anyhow::Result<()> {
+    let mut terminate = signal(SignalKind::terminate()).context("cannot catch SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot catch SIGINT")?;
+    let mut hangup = signal(SignalKind::hangup()).context("cannot catch SIGHUP")?;
+    let supervisor = Supervisor::start(options).await?;
+    let handle = supervisor.handle();
+    // On this very thread: a supervisor that hangs doesn't feed the watchdog. Draining feeds it still.
+    tokio::spawn(feed_watchdog());
+    let report = tokio::spawn(report_status(handle.clone()));
+    notify(&[NotifyState::Ready]);
+    let shutdown = async {
+        let mut reload = reload;
+        loop {
+            tokio::select! {
+                _ = terminate.recv() => break,
+                _ = interrupt.recv() => break,
+                _ = hangup.recv() => reload.run(&handle),
+            }
+        }
+        report.abort();
+        notify(&[
+            NotifyState::Stopping,
+            NotifyState::Status("finishing the guests' requests"),
+        ]);
+    };
+    supervisor.run(shutdown).await;
+    Ok(())
+}
+
+/// What SIGHUP brings up to date.
+struct Reload {
+    named: Option<PathBuf>,
+    config: Config,
+    level: Level,
+}
+
+impl Reload {
+    fn run(&mut self, supervisor: &Handle) {
+        if let Ok(now) = NotifyState::monotonic_usec_now() {
+            notify(&[NotifyState::Reloading, now]);
+        }
+        match Config::load(self.named.as_deref()) {
+            Ok(config) => self.take_up(config, supervisor),
+            Err(error) => error!("not reloaded, going on as before: {error}"),
+        }
+        notify(&[NotifyState::Ready]);
+    }
+
+    fn take_up(&mut self, config: Config, supervisor: &Handle) {
+        self.level.set(config.log_level);
+        if let Err(error) = supervisor.set_limits(config.limits()) {
+            error!("limits not taken up: {error}");
+        }
+        for key in self.config.needs_restart(&config) {
+            warn!("{key} has changed in the configuration, but takes a restart");
+        }
+        info!(level = %config.log_level, "configuration read again; limits hold for devices that connect from now on, \
+             the log level for this process and not for its workers");
+        self.config = config;
+    }
+}
+
+async fn feed_watchdog() {
+    let Some(deadline) = sd_notify::watchdog_enabled() else {
+        return;
+    };
+    let mut ticks = tokio::time::interval(deadline / 2);
+    loop {
+        ticks.tick().await;
+        notify(&[NotifyState::Watchdog]);
+    }
+}
+
+async fn report_status(supervisor: Handle) {
+    let mut ticks = tokio::time::interval(STATUS_EVERY);
+    let mut shown = None;
+    loop {
+        ticks.tick().await;
+        let load = supervisor.load();
+        if shown.replace(load) != Some(load) {
+            let text = format!("serving {} disks over {} rings", load.disks, load.rings);
+            notify(&[NotifyState::Status(&text)]);
+        }
+    }
+}
+
+/// Without a service manager this does nothing.
+fn notify(states: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(states) {
+        warn!(%error, "cannot reach the service manager");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_refusal_is_one_line_with_the_remedy() {
+        let finding = |verdict, found: &str, remedy: Option<&str>| Finding {
+            subject: "x",
+            verdict,
+            found: found.to_owned(),
+            remedy: remedy.map(str::to_owned),
+        };
+        let fine = finding(Verdict::Ok, "fine", None);
+        let poor = finding(Verdict::Warning, "poor", Some("buy more"));
+        let first = finding(Verdict::Missing, "no device", Some("modprobe it"));
+        let second = finding(Verdict::Missing, "no store", Some("start it"));
+        refuse_if_missing(vec![fine.clone(), poor.clone()]).unwrap();
+        let error = refuse_if_missing(vec![fine, poor, first, second]).unwrap_err();
+        let expected = "no device; remedy: modprobe it (`xenblkd check` shows everything)";
+        assert_eq!(error.to_string(), expected);
+    }
+
+    #[test]
+    fn the_configuration_reaches_the_supervisor() {
+        let config = Config::default();
+        let options = options(&config, "/store".into());
+        assert_eq!(options.limits, config.limits());
+        assert_eq!(
+            options.control.as_deref(),
+            Some(Path::new("/run/xenblkd/control"))
+        );
+        let WorkerProgram::Process { args, .. } = options.program else {
+            panic!("workers are processes")
+        };
+        assert_eq!(args, ["worker", "--log-level", "info"]);
+    }
+}
