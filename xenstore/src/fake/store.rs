@@ -330,7 +330,7 @@ fn node_operation(view: &mut View<'_>, op: Op, payload: &[u8]) -> Result<Vec<u8>
     let (path, rest) = cut(payload)?;
     let path = &resolve(view.domid, path)?;
     match op {
-        Op::READ => Ok(view.get(path, Access::Read)?.value),
+        Op::READ => Ok(view.get(path, Access::Read)?.value.clone()),
         Op::WRITE => view.write(path, Some(rest)).and_then(|()| ok()),
         Op::MKDIR => view.write(path, None).and_then(|()| ok()),
         Op::RM => view.remove(path).and_then(|()| ok()),
@@ -344,7 +344,7 @@ fn node_operation(view: &mut View<'_>, op: Op, payload: &[u8]) -> Result<Vec<u8>
         }
         Op::DIRECTORY_PART => directory_part(view, path, rest),
         Op::GET_PERMS => {
-            let perms = view.get(path, Access::Read)?.perms;
+            let perms = &view.get(path, Access::Read)?.perms;
             Ok(perms
                 .iter()
                 .flat_map(|entry| format!("{entry}\0").into_bytes())

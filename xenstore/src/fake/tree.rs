@@ -158,6 +158,22 @@ impl View<'_> {
         Ok(())
     }
 
+    /// Changes a node in place: anything but its owner, which `put` counts.
+    fn edit<T>(&mut self, path: &str, change: impl FnOnce(&mut Node) -> T) -> Result<T, Errno> {
+        self.look(path)?;
+        let generation = self.tree.next_generation();
+        let node = match self.transaction.as_deref_mut() {
+            None => self.tree.nodes.get_mut(path),
+            Some(transaction) => transaction.touched.get_mut(path).and_then(|touched| {
+                touched.written = true;
+                touched.node.as_mut()
+            }),
+        };
+        let node = node.ok_or(Errno::ENOENT)?;
+        node.generation = generation;
+        Ok(change(node))
+    }
+
     fn changed(&mut self, change: Change) {
         match self.transaction.as_deref_mut() {
             None => self.changes.push(change),
@@ -167,20 +183,22 @@ impl View<'_> {
 
     /// The node, if the domain may do `wanted` with it. Missing: ENOENT, or EACCES where the nearest
     /// ancestor there is doesn't allow `wanted` (a guest can't probe what it can't read).
-    pub(super) fn get(&mut self, path: &str, wanted: Access) -> Result<Node, Errno> {
+    pub(super) fn get(&mut self, path: &str, wanted: Access) -> Result<&Node, Errno> {
         let domid = self.domid;
         let mut at = path;
         loop {
             if let Some(node) = self.look(at)? {
-                let allowed = permits(&node.perms, domid, wanted);
-                return match (allowed, at == path) {
-                    (false, _) => Err(Errno::EACCES),
-                    (true, true) => Ok(node.clone()),
-                    (true, false) => Err(Errno::ENOENT),
-                };
+                if !permits(&node.perms, domid, wanted) {
+                    return Err(Errno::EACCES);
+                }
+                break;
             }
             at = split(at).ok_or(Errno::ENOENT)?.0;
         }
+        if at != path {
+            return Err(Errno::ENOENT);
+        }
+        self.look(path)?.ok_or(Errno::ENOENT)
     }
 
     /// WRITE and MKDIR (`value` is `None`).
@@ -188,20 +206,17 @@ impl View<'_> {
         if self.domid != PRIVILEGED && value.is_some_and(|value| value.len() > quota::VALUE) {
             return Err(Errno::ENOSPC);
         }
-        let node = match (self.get(path, Access::Write), value) {
+        match (self.get(path, Access::Write), value) {
             (Ok(_), None) => return Ok(()),
-            (Ok(node), Some(_)) => node,
+            (Ok(_), Some(_)) => {}
             (Err(Errno::ENOENT), _) => self.create(path)?,
             (Err(error), _) => return Err(error),
-        };
-        let perms = node.perms.clone();
-        self.put(
-            path,
-            Some(Node {
-                value: value.unwrap_or_default().to_vec(),
-                ..node
-            }),
-        )?;
+        }
+        let value = value.unwrap_or_default().to_vec();
+        let perms = self.edit(path, |node| {
+            node.value = value;
+            node.perms.clone()
+        })?;
         self.changed(Change {
             path: path.to_owned(),
             exact: false,
@@ -213,7 +228,7 @@ impl View<'_> {
 
     /// Makes a node and its missing parents. They inherit the permissions of the nearest node there
     /// is, but belong to the guest that makes them. The caller has checked that it may.
-    fn create(&mut self, path: &str) -> Result<Node, Errno> {
+    fn create(&mut self, path: &str) -> Result<(), Errno> {
         let mut missing = vec![path];
         let mut parent = split(path).ok_or(Errno::EINVAL)?.0;
         while self.look(parent)?.is_none() {
@@ -236,13 +251,10 @@ impl View<'_> {
         };
         for path in missing.iter().rev() {
             let (parent, name) = split(path).ok_or(Errno::EINVAL)?;
-            if let Some(mut node) = self.look(parent)?.cloned() {
-                node.children.insert(name.to_owned());
-                self.put(parent, Some(node))?;
-            }
+            self.edit(parent, |node| node.children.insert(name.to_owned()))?;
             self.put(path, Some(node.clone()))?;
         }
-        Ok(node)
+        Ok(())
     }
 
     fn check_quota(&self, more: usize) -> Result<(), Errno> {
@@ -263,16 +275,13 @@ impl View<'_> {
     /// RM: the node and everything below it.
     pub(super) fn remove(&mut self, path: &str) -> Result<(), Errno> {
         let (parent, name) = split(path).ok_or(Errno::EINVAL)?;
-        match self.get(path, Access::Write) {
-            Ok(_) => {}
+        match self.get(path, Access::Write).map(drop) {
+            Ok(()) => {}
             // Already gone is fine, if its parent exists.
             Err(Errno::ENOENT) if self.look(parent)?.is_some() => return Ok(()),
             Err(error) => return Err(error),
         }
-        if let Some(mut node) = self.look(parent)?.cloned() {
-            node.children.remove(name);
-            self.put(parent, Some(node))?;
-        }
+        self.edit(parent, |node| node.children.remove(name))?;
         let mut doomed = vec![path.to_owned()];
         while let Some(at) = doomed.pop() {
             let Some(node) = self.look(&at)?.cloned() else {
@@ -294,7 +303,7 @@ impl View<'_> {
     /// SET_PERMS: the owner's right; a guest can't give a node away.
     pub(super) fn set_perms(&mut self, path: &str, perms: Vec<Permission>) -> Result<(), Errno> {
         let new = owner(&perms).ok_or(Errno::EINVAL)?;
-        let node = self.get(path, Access::Write)?;
+        let node = self.get(path, Access::Write)?.clone();
         if self.domid != PRIVILEGED {
             let own = Some(self.domid);
             if owner(&node.perms) != own {
