@@ -29,7 +29,11 @@ pub(crate) enum Command {
     Supervisor(Supervisor),
     /// One storage core of the backend, as started by the supervisor.
     #[command(hide = true)]
-    Worker,
+    Worker {
+        /// Always 0: the supervisor passes its channel as standard input.
+        #[arg(long, value_parser = clap::value_parser!(u8).range(0..=0))]
+        channel_fd: u8,
+    },
 }
 
 #[derive(Debug, Args)]

@@ -29,7 +29,7 @@ fn main() -> ExitCode {
         Some(Command::Serve(args)) => serve::run(&args),
         Some(Command::Load(args)) => load::run(&args),
         Some(Command::Supervisor(args)) => return backend::supervisor(args),
-        Some(Command::Worker) => return backend::worker(),
+        Some(Command::Worker { channel_fd: _ }) => return backend::worker(),
     };
     match result {
         Ok(code) => code,
