@@ -58,9 +58,10 @@ impl Disk {
             let (requests, inbox) = bounded(BACKLOG);
             let (jobs, job_queue) = bounded(1);
             let counters = Arc::new(QueueCounters::default());
+            let closed = || io::Error::other("the ring's event channel is closed");
             let queue = Queue {
                 number,
-                port_fd: domain.port_fd(parts.port)?,
+                port_fd: domain.port_fd(parts.port).ok_or_else(closed)?,
                 ring: GuestRing::new(parts, domain.clone(), DomId(0)),
                 domain: domain.clone(),
                 limits,
