@@ -26,6 +26,20 @@ pub trait JournalWords {
     fn load(&self, index: usize) -> u64;
     /// Release store. A process that ends has made some first of its stores, and none later.
     fn store(&self, index: usize, value: u64);
+
+    /// Loads `into.len()` words from `first` on.
+    fn load_run(&self, first: usize, into: &mut [u64]) {
+        for (offset, word) in into.iter_mut().enumerate() {
+            *word = self.load(first.wrapping_add(offset));
+        }
+    }
+
+    /// Stores `values` from `first` on, in order.
+    fn store_run(&self, first: usize, values: &[u64]) {
+        for (offset, &value) in values.iter().enumerate() {
+            self.store(first.wrapping_add(offset), value);
+        }
+    }
 }
 
 impl<T: AsRef<[AtomicU64]>> JournalWords for T {
@@ -42,6 +56,21 @@ impl<T: AsRef<[AtomicU64]>> JournalWords for T {
     fn store(&self, index: usize, value: u64) {
         if let Some(word) = self.as_ref().get(index) {
             word.store(value, Release);
+        }
+    }
+
+    // One bounds check for the run: these two are on every request's way.
+    fn load_run(&self, first: usize, into: &mut [u64]) {
+        let from = self.as_ref().get(first..).unwrap_or_default();
+        for (word, kept) in into.iter_mut().zip(from) {
+            *word = kept.load(Acquire);
+        }
+    }
+
+    fn store_run(&self, first: usize, values: &[u64]) {
+        let to = self.as_ref().get(first..).unwrap_or_default();
+        for (&value, kept) in values.iter().zip(to) {
+            kept.store(value, Release);
         }
     }
 }
@@ -227,9 +256,7 @@ impl<J: JournalWords> Journal<J> {
         for slot in 0..self.entries {
             self.set(slot, word::STATE, State::Free as u64);
         }
-        for (offset, &value) in identity.iter().enumerate() {
-            self.words.store(word::IDENTITY.wrapping_add(offset), value);
-        }
+        self.words.store_run(word::IDENTITY, identity);
         self.words.store(word::INCARNATION, incarnation);
         self.words.store(word::PUBLISHED, published);
         self.words.store(word::MAGIC, MAGIC);
@@ -237,10 +264,9 @@ impl<J: JournalWords> Journal<J> {
 
     /// Whether this is the journal of the ring called `identity`.
     pub(crate) fn belongs_to(&self, identity: &[u64; IDENTITY_WORDS]) -> bool {
-        let same = |(offset, &value): (usize, &u64)| {
-            self.words.load(word::IDENTITY.wrapping_add(offset)) == value
-        };
-        self.words.load(word::MAGIC) == MAGIC && identity.iter().enumerate().all(same)
+        let mut stored = [0; IDENTITY_WORDS];
+        self.words.load_run(word::IDENTITY, &mut stored);
+        self.words.load(word::MAGIC) == MAGIC && stored == *identity
     }
 
     pub(crate) fn set_incarnation(&self, incarnation: u64) {
@@ -249,9 +275,8 @@ impl<J: JournalWords> Journal<J> {
 
     /// Consume. Commit: the state, until which the slot is free and its other words mean nothing.
     pub(crate) fn begin(&self, slot: u32, seq: u64, raw: &RawSlot) {
-        for (offset, long) in raw.longs().enumerate() {
-            self.set(slot, word::RAW.wrapping_add(offset), long);
-        }
+        self.words
+            .store_run(slot_word(slot, word::RAW), &raw.longs());
         self.set(slot, word::SEQ, seq);
         self.unplace(slot);
         self.set(slot, word::SEGS_VALID, 0);
@@ -337,8 +362,9 @@ impl<J: JournalWords> Journal<J> {
     }
 
     pub(crate) fn raw(&self, slot: u32) -> RawSlot {
-        let raw = |offset| self.get(slot, word::RAW.wrapping_add(offset));
-        RawSlot::from_longs((0..SLOT_LONGS).map(raw))
+        let mut longs = [0; SLOT_LONGS];
+        self.words.load_run(slot_word(slot, word::RAW), &mut longs);
+        RawSlot::from_longs(&longs)
     }
 
     /// The first four bytes of the request.

@@ -38,20 +38,22 @@ impl RawSlot {
         self.words.get(..abi.slot_words()).unwrap_or_default()
     }
 
-    pub(crate) fn from_longs(longs: impl Iterator<Item = u64>) -> Self {
+    #[inline]
+    pub(crate) fn from_longs(longs: &[u64; SLOT_LONGS]) -> Self {
         let mut words = [0; MAX_SLOT_WORDS];
-        for ([low, high], long) in words.as_chunks_mut::<2>().0.iter_mut().zip(longs) {
+        for ([low, high], &long) in words.as_chunks_mut::<2>().0.iter_mut().zip(longs) {
             (*low, *high) = split(long);
         }
         Self { words }
     }
 
-    pub(crate) fn longs(&self) -> impl Iterator<Item = u64> {
-        self.words
-            .as_chunks::<2>()
-            .0
-            .iter()
-            .map(|&[low, high]| join(low, high))
+    #[inline]
+    pub(crate) fn longs(&self) -> [u64; SLOT_LONGS] {
+        let mut longs = [0; SLOT_LONGS];
+        for (long, &[low, high]) in longs.iter_mut().zip(self.words.as_chunks::<2>().0) {
+            *long = join(low, high);
+        }
+        longs
     }
 
     /// The word at byte `offset`, which is a multiple of 4 as every field's is.
@@ -118,10 +120,12 @@ pub(crate) const fn echoed_operation(head: [u8; 4]) -> u8 {
     }
 }
 
+#[inline]
 pub(crate) fn join(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
+#[inline]
 pub(crate) const fn split(long: u64) -> (u32, u32) {
     ((long & 0xffff_ffff) as u32, (long >> 32) as u32)
 }

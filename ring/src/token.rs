@@ -26,6 +26,7 @@ impl Home {
         })
     }
 
+    #[inline]
     pub(crate) fn token(self: &Rc<Self>, slot: u32) -> Token {
         Token {
             slot,
@@ -34,6 +35,7 @@ impl Home {
         }
     }
 
+    #[inline]
     pub(crate) fn pop_dropped(&self) -> Option<u32> {
         let mut dropped = self.dropped.take();
         let slot = dropped.pop();
@@ -75,6 +77,7 @@ impl Token {
 
     /// The journal slot, if the token is `home`'s. A token of another ring is the caller's mistake;
     /// left to drop, its own ring answers it.
+    #[inline]
     pub(crate) fn answer(mut self, home: &Rc<Home>) -> Option<u32> {
         if !self.is_of(home) {
             return None;
