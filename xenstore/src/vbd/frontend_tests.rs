@@ -159,91 +159,94 @@ fn protocol_and_persistence() {
     }
 }
 
+/// What is written, and what is said about it.
+const REFUSED: &[(&str, &str)] = &[
+    ("", "event-channel is missing, expected a decimal number"),
+    (
+        "event-channel=1",
+        "ring-ref is missing, expected a decimal number",
+    ),
+    (
+        "event-channel= ring-ref=8",
+        "event-channel is missing, expected a decimal number",
+    ),
+    (
+        "event-channel=-1 ring-ref=8",
+        "event-channel is \"-1\", expected a decimal number",
+    ),
+    (
+        "event-channel=1 ring-ref=2abc",
+        "ring-ref is \"2abc\", expected a decimal number",
+    ),
+    (
+        "event-channel=1 ring-ref=4294967296",
+        "ring-ref is \"4294967296\", expected a decimal number",
+    ),
+    (
+        "ring-page-order=5",
+        "ring-page-order is \"5\", expected 0 to 4",
+    ),
+    (
+        "ring-page-order=31",
+        "ring-page-order is \"31\", expected 0 to 4",
+    ),
+    (
+        "ring-page-order=-1",
+        "ring-page-order is \"-1\", expected 0 to 4",
+    ),
+    (
+        "ring-page-order=99999999999",
+        "ring-page-order is \"99999999999\", expected 0 to 4",
+    ),
+    (
+        "ring-page-order=1 num-ring-pages=3",
+        "num-ring-pages is \"3\", expected 2",
+    ),
+    ("num-ring-pages=4", "num-ring-pages is \"4\", expected 1"),
+    (
+        "ring-page-order=1 event-channel=1 ring-ref0=8",
+        "ring-ref1 is missing, expected a decimal number",
+    ),
+    (
+        "ring-page-order=1 event-channel=1 ring-ref0=8 ring-ref1=8",
+        "ring-ref1 is \"8\", expected a grant of its own for each ring page",
+    ),
+    (
+        "multi-queue-num-queues=0",
+        "multi-queue-num-queues is \"0\", expected 1 to 4",
+    ),
+    (
+        "multi-queue-num-queues=5",
+        "multi-queue-num-queues is \"5\", expected 1 to 4",
+    ),
+    (
+        "multi-queue-num-queues=4000000000",
+        "multi-queue-num-queues is \"4000000000\", expected 1 to 4",
+    ),
+    (
+        "multi-queue-num-queues=2 ring-ref=8 event-channel=1",
+        "queue-0/event-channel is missing, expected a decimal number",
+    ),
+    (
+        "multi-queue-num-queues=2 queue-0/ring-ref=8 queue-0/event-channel=15 \
+             queue-1/ring-ref=8 queue-1/event-channel=16",
+        "queue-1/ring-ref is \"8\", expected a grant of its own for each ring page",
+    ),
+    (
+        "multi-queue-num-queues=2 queue-0/ring-ref=8 queue-0/event-channel=15 \
+             queue-1/ring-ref=9 queue-1/event-channel=15",
+        "queue-1/event-channel is \"15\", expected a port of its own for each queue",
+    ),
+    (
+        "protocol=x86_64",
+        "protocol is \"x86_64\", expected x86_32-abi, x86_64-abi or arm-abi",
+    ),
+];
+
 #[test]
 fn refusals_name_key_value_and_expectation() {
-    for (text, message) in [
-        ("", "event-channel is missing, expected a decimal number"),
-        (
-            "event-channel=1",
-            "ring-ref is missing, expected a decimal number",
-        ),
-        (
-            "event-channel= ring-ref=8",
-            "event-channel is missing, expected a decimal number",
-        ),
-        (
-            "event-channel=-1 ring-ref=8",
-            "event-channel is \"-1\", expected a decimal number",
-        ),
-        (
-            "event-channel=1 ring-ref=2abc",
-            "ring-ref is \"2abc\", expected a decimal number",
-        ),
-        (
-            "event-channel=1 ring-ref=4294967296",
-            "ring-ref is \"4294967296\", expected a decimal number",
-        ),
-        (
-            "ring-page-order=5",
-            "ring-page-order is \"5\", expected 0 to 4",
-        ),
-        (
-            "ring-page-order=31",
-            "ring-page-order is \"31\", expected 0 to 4",
-        ),
-        (
-            "ring-page-order=-1",
-            "ring-page-order is \"-1\", expected 0 to 4",
-        ),
-        (
-            "ring-page-order=99999999999",
-            "ring-page-order is \"99999999999\", expected 0 to 4",
-        ),
-        (
-            "ring-page-order=1 num-ring-pages=3",
-            "num-ring-pages is \"3\", expected 2",
-        ),
-        ("num-ring-pages=4", "num-ring-pages is \"4\", expected 1"),
-        (
-            "ring-page-order=1 event-channel=1 ring-ref0=8",
-            "ring-ref1 is missing, expected a decimal number",
-        ),
-        (
-            "ring-page-order=1 event-channel=1 ring-ref0=8 ring-ref1=8",
-            "ring-ref1 is \"8\", expected a grant of its own for each ring page",
-        ),
-        (
-            "multi-queue-num-queues=0",
-            "multi-queue-num-queues is \"0\", expected 1 to 4",
-        ),
-        (
-            "multi-queue-num-queues=5",
-            "multi-queue-num-queues is \"5\", expected 1 to 4",
-        ),
-        (
-            "multi-queue-num-queues=4000000000",
-            "multi-queue-num-queues is \"4000000000\", expected 1 to 4",
-        ),
-        (
-            "multi-queue-num-queues=2 ring-ref=8 event-channel=1",
-            "queue-0/event-channel is missing, expected a decimal number",
-        ),
-        (
-            "multi-queue-num-queues=2 queue-0/ring-ref=8 queue-0/event-channel=15 \
-             queue-1/ring-ref=8 queue-1/event-channel=16",
-            "queue-1/ring-ref is \"8\", expected a grant of its own for each ring page",
-        ),
-        (
-            "multi-queue-num-queues=2 queue-0/ring-ref=8 queue-0/event-channel=15 \
-             queue-1/ring-ref=9 queue-1/event-channel=15",
-            "queue-1/event-channel is \"15\", expected a port of its own for each queue",
-        ),
-        (
-            "protocol=x86_64",
-            "protocol is \"x86_64\", expected x86_32-abi, x86_64-abi or arm-abi",
-        ),
-    ] {
-        assert_eq!(parse(text), Err(message.to_owned()), "{text}");
+    for (text, message) in REFUSED {
+        assert_eq!(parse(text), Err((*message).to_owned()), "{text}");
     }
 }
 

@@ -372,34 +372,41 @@ async fn domains(socket: &Path) {
     assert_eq!(client.is_domain_introduced(7).await, Ok(false));
 }
 
+const DEVICE: BackendPath = BackendPath {
+    kind: Kind::Vbd,
+    domid: 7,
+    devid: 51712,
+};
+const LIMITS: Limits = Limits {
+    max_queues: 4,
+    max_ring_page_order: 4,
+    max_indirect_segments: 256,
+    default_protocol: Protocol::X86_64,
+};
+
+async fn write_all(client: &Client, directory: &str, keys: &[(&str, &str)]) {
+    for (key, value) in keys {
+        client
+            .write(Tx::NONE, &format!("{directory}/{key}"), value)
+            .await
+            .expect("write");
+    }
+}
+
 /// The vbd keys as a whole: what a toolstack and a two-queue frontend write, read and answered.
 async fn device(socket: &Path, client: &Client) {
-    let (toolstack, _) = Client::connect(socket).await.expect("connect");
-    let path = BackendPath {
-        kind: Kind::Vbd,
-        domid: 7,
-        devid: 51712,
-    };
-    let limits = Limits {
-        max_queues: 4,
-        max_ring_page_order: 4,
-        max_indirect_segments: 256,
-        default_protocol: Protocol::X86_64,
-    };
-    for (key, value) in [
+    let (other, _) = Client::connect(socket).await.expect("connect");
+    let directory = DEVICE.to_string();
+    let keys = [
         ("frontend", "/xenblk/front"),
         ("frontend-id", "7"),
         ("params", "raw:/a b"),
         ("mode", "w"),
         ("online", "1"),
         ("state", "1"),
-    ] {
-        toolstack
-            .write(Tx::NONE, &path.key(key), value)
-            .await
-            .expect("write");
-    }
-    let keys = vbd::read_backend(client, Tx::NONE, &path)
+    ];
+    write_all(&other, &directory, &keys).await;
+    let keys = vbd::read_backend(client, Tx::NONE, &DEVICE)
         .await
         .expect("backend keys");
     assert_eq!(
@@ -412,15 +419,39 @@ async fn device(socket: &Path, client: &Client) {
         state: State::Initialising,
         online: true,
     };
-    let transport = vbd::transport_keys(&limits);
-    let outcome = vbd::publish(client, &path, believed, &transport, State::InitWait).await;
+    let transport = vbd::transport_keys(&LIMITS);
+    let outcome = vbd::publish(client, &DEVICE, believed, &transport, State::InitWait).await;
     assert_eq!(outcome, Ok(Outcome::Written));
     let read = client
-        .read(Tx::NONE, &path.key("multi-queue-max-queues"))
+        .read(Tx::NONE, &DEVICE.key("multi-queue-max-queues"))
         .await;
     assert_eq!(read, Ok(b"4".to_vec()));
 
-    for (key, value) in [
+    frontend(&other, client).await;
+
+    // The toolstack takes the device away first: the late write changes nothing.
+    write_all(&other, &directory, &[("online", "0"), ("state", "5")]).await;
+    let believed = Believed {
+        state: State::InitWait,
+        online: true,
+    };
+    let outcome = vbd::publish(client, &DEVICE, believed, &[], State::Connected).await;
+    let now = Believed {
+        state: State::Closing,
+        online: false,
+    };
+    assert_eq!(outcome, Ok(Outcome::Changed(now)));
+    other.rm(Tx::NONE, &directory).await.expect("rm");
+    let outcome = vbd::publish(client, &DEVICE, now, &[], State::Closed).await;
+    assert_eq!(outcome, Ok(Outcome::Gone));
+    assert_eq!(
+        client.read(Tx::NONE, &DEVICE.key("state")).await,
+        Err(Error::NoEntry)
+    );
+}
+
+async fn frontend(other: &Client, client: &Client) {
+    let keys = [
         ("multi-queue-num-queues", "2"),
         ("queue-0/ring-ref", "8"),
         ("queue-0/event-channel", "15"),
@@ -428,48 +459,15 @@ async fn device(socket: &Path, client: &Client) {
         ("queue-1/event-channel", "16"),
         ("protocol", "x86_64-abi"),
         ("state", "3"),
-    ] {
-        toolstack
-            .write(Tx::NONE, &format!("/xenblk/front/{key}"), value)
-            .await
-            .expect("write");
-    }
-    assert_eq!(
-        vbd::read_state(client, Tx::NONE, "/xenblk/front").await,
-        Ok(Some(State::Initialised))
-    );
-    let rings = vbd::read_frontend(client, Tx::NONE, "/xenblk/front", &limits).await;
+    ];
+    write_all(other, "/xenblk/front", &keys).await;
+    let state = vbd::read_state(client, Tx::NONE, "/xenblk/front").await;
+    assert_eq!(state, Ok(Some(State::Initialised)));
+    let rings = vbd::read_frontend(client, Tx::NONE, "/xenblk/front", &LIMITS).await;
     let rings = rings.expect("frontend keys");
     assert_eq!(rings.queues.len(), 2);
     assert_eq!(
         (&rings.queues[1].ring_refs, rings.queues[1].event_channel),
         (&vec![9], 16)
-    );
-
-    // The toolstack takes the device away first: the late write changes nothing.
-    toolstack
-        .write(Tx::NONE, &path.key("online"), "0")
-        .await
-        .expect("write");
-    toolstack
-        .write(Tx::NONE, &path.key("state"), "5")
-        .await
-        .expect("write");
-    let believed = Believed {
-        state: State::InitWait,
-        online: true,
-    };
-    let outcome = vbd::publish(client, &path, believed, &[], State::Connected).await;
-    let now = Believed {
-        state: State::Closing,
-        online: false,
-    };
-    assert_eq!(outcome, Ok(Outcome::Changed(now)));
-    toolstack.rm(Tx::NONE, &path.to_string()).await.expect("rm");
-    let outcome = vbd::publish(client, &path, now, &[], State::Closed).await;
-    assert_eq!(outcome, Ok(Outcome::Gone));
-    assert_eq!(
-        client.read(Tx::NONE, &path.key("state")).await,
-        Err(Error::NoEntry)
     );
 }
