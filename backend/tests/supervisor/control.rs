@@ -1,0 +1,94 @@
+//! The control socket.
+
+use std::io::{BufRead, BufReader, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::PathBuf;
+
+use xenblkd::control::{Request, Response};
+
+use crate::guest::Guest;
+use crate::world::World;
+
+const XVDA: u32 = 51712;
+
+/// Sends bytes, reads one line.
+async fn raw(path: PathBuf, bytes: &'static [u8]) -> Response {
+    let talk = move || {
+        let mut socket = UnixStream::connect(path).unwrap();
+        // The rest of an endless line meets a closed connection.
+        let _ = socket.write_all(bytes);
+        let mut line = String::new();
+        BufReader::new(socket).read_line(&mut line).unwrap();
+        serde_json::from_str(&line).unwrap()
+    };
+    tokio::task::spawn_blocking(talk).await.unwrap()
+}
+
+#[tokio::test]
+async fn status_shows_disks_and_what_their_rings_did() {
+    let world = World::started().await;
+    let image = world.image("disk", 1 << 20);
+    world.attach(7, XVDA, &image, "w").await;
+    world.attach(8, XVDA, "/nonexistent/disk", "r").await;
+    let mut guest = Guest::new(&world, 7, XVDA).await;
+    guest.connect(&world, 3, 0).await;
+    guest.check_data(0, 1).await;
+    world.error(8, XVDA).await;
+
+    let mode = std::fs::metadata(world.path("control")).unwrap().permissions().mode();
+    assert_eq!(mode & 0o777, 0o600);
+    let disk = world.status(7, XVDA).await.unwrap();
+    assert_eq!((disk.params.as_str(), disk.size, disk.readonly), (image.as_str(), Some(1 << 20), false));
+    assert_eq!((disk.state.as_str(), disk.error), ("Connected", None));
+    assert_eq!(disk.rings.iter().map(|ring| ring.queue).collect::<Vec<_>>(), [0, 1, 2]);
+    for ring in &disk.rings {
+        assert_eq!((ring.counters.reads, ring.counters.writes), (1, 1), "queue {}", ring.queue);
+        assert_eq!(ring.counters.bytes_written, 4096);
+        assert_eq!(ring.counters.in_flight, 0);
+        assert_eq!(ring.pid, None, "a thread");
+        assert!(ring.worker < 2);
+    }
+    assert_eq!(disk.rings[0].counters.flushes, 1);
+    let bad = world.status(8, XVDA).await.unwrap();
+    assert!(bad.readonly && bad.rings.is_empty() && bad.size.is_none());
+    assert!(bad.error.unwrap().contains("/nonexistent/disk"));
+}
+
+#[tokio::test]
+async fn anything_else_gets_one_clear_error() {
+    let world = World::started().await;
+    let version = world.ask(Request::Version {}).await;
+    assert_eq!(version, Response::Version { version: env!("CARGO_PKG_VERSION").to_owned() });
+    static ENDLESS: [u8; 1 << 20] = [b'x'; 1 << 20];
+    for rubbish in [&b"\n"[..], b"{}\n", b"status\n", b"{\"stop\":{}}\n", b"{\"status\":{\"of\":1}}\n", b"\xff\xfe\n", &ENDLESS]
+    {
+        let Response::Error(error) = raw(world.path("control"), rubbish).await else { panic!("understood") };
+        assert!(error.starts_with("expected ") && !error.contains('\n'), "{error}");
+    }
+    // And the next client is served.
+    assert!(matches!(world.ask(Request::Status {}).await, Response::Status(_)));
+}
+
+#[tokio::test]
+async fn only_a_stale_socket_is_replaced() {
+    let world = World::started().await;
+    let refused = |path: PathBuf| {
+        let mut options = world.options.clone();
+        options.control = Some(path);
+        async { xenblkd::supervisor::run(options, std::future::pending()).await.unwrap_err().to_string() }
+    };
+    let error = refused(world.path("control")).await;
+    assert!(error.contains("control") && error.contains("another daemon"), "{error}");
+    std::fs::write(world.path("file"), "precious").unwrap();
+    let error = refused(world.path("file")).await;
+    assert!(error.contains("file") && error.contains("not a socket"), "{error}");
+    assert_eq!(std::fs::read(world.path("file")).unwrap(), b"precious");
+    let error = refused(world.path("no/such/dir")).await;
+    assert!(error.contains("no/such/dir"), "{error}");
+
+    let mut world = World::new().await;
+    drop(UnixListener::bind(world.path("control")).unwrap());
+    world.start().await;
+    assert!(matches!(world.ask(Request::Status {}).await, Response::Status(_)));
+}

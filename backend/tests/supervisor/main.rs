@@ -1,0 +1,11 @@
+//! The supervisor against a mocked Xen host: a real store server, a mocked hypervisor, small guests, and
+//! workers as threads or processes. Needs neither root nor Xen. Waiting is bounded but never measured.
+
+mod control;
+mod guest;
+mod hostile;
+mod lifecycle;
+mod restart;
+mod script;
+mod workers;
+mod world;

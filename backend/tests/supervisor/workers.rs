@@ -1,0 +1,145 @@
+//! Workers as processes of their own: this test program, started again by the supervisor.
+
+use xenblkd::control::RingStatus;
+use xenblkd::supervisor::WorkerProgram;
+
+use crate::guest::{Guest, PAGE};
+use crate::world::{World, eventually};
+
+const XVDA: u32 = 51712;
+
+/// Set in a worker's command line only; libtest takes what follows `--` for further test names.
+const CHANNEL: &str = "--channel-fd";
+
+/// Not a test of its own: the worker's `main` when the supervisor starts this program.
+#[test]
+fn worker_process() {
+    if std::env::args().any(|arg| arg == CHANNEL) {
+        let channel = xenblkd::channel::inherited().unwrap();
+        let code = xenblkd::worker::main(channel);
+        std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS));
+    }
+}
+
+/// Starts `worker_process`, and only it.
+fn this_program() -> WorkerProgram {
+    let args = ["workers::worker_process", "--exact", "--nocapture", "--"];
+    WorkerProgram::Process { path: "/proc/self/exe".into(), args: args.map(Into::into).to_vec() }
+}
+
+async fn rings(world: &World, domid: u16) -> Vec<RingStatus> {
+    world.status(domid, XVDA).await.unwrap().rings
+}
+
+fn kill(pid: u32) {
+    let pid = rustix::process::Pid::from_raw(pid.try_into().unwrap()).unwrap();
+    rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
+}
+
+fn is_alive(pid: u32) -> bool {
+    std::path::Path::new(&format!("/proc/{pid}")).exists()
+}
+
+#[tokio::test]
+async fn a_killed_worker_takes_down_only_its_own_devices() {
+    let mut world = World::new().await;
+    world.options.program = this_program();
+    world.start().await;
+    let image = world.image("disk", 1 << 20);
+    world.attach(1, XVDA, &image, "w").await;
+    let mut hit = Guest::new(&world, 1, XVDA).await;
+    hit.connect(&world, 2, 1).await;
+    hit.check_data(0, 0x10).await;
+    let before = rings(&world, 1).await;
+    let pids: Vec<u32> = before.iter().map(|ring| ring.pid.unwrap()).collect();
+    assert_ne!(pids[0], pids[1], "a disk's queues are spread over the workers");
+
+    // A disk with one ring, on the worker that lives on.
+    let (mut spared, mut number) = (None, 2);
+    while spared.is_none() {
+        world.attach(number, XVDA, "memory:1M", "w").await;
+        let mut guest = Guest::new(&world, number, XVDA).await;
+        guest.connect(&world, 1, 0).await;
+        if rings(&world, number).await[0].pid == Some(pids[1]) {
+            spared = Some(guest);
+        }
+        number += 1;
+        assert!(number < 40, "every disk went to the same worker");
+    }
+    let mut spared = spared.unwrap();
+
+    kill(pids[0]);
+    world.reaches(1, XVDA, "5").await;
+    let error = world.error(1, XVDA).await;
+    assert!(error.contains("worker") && error.contains("died") && error.contains("SIGKILL"), "{error}");
+    spared.check_data(0, 0x20).await;
+    assert!(hit.read(1, 0).await.unwrap() == [0x10; PAGE], "the other ring goes on until the frontend closes");
+    hit.set_state("5").await;
+    hit.finish_closing(&world).await;
+    world.assert_nothing_held(1);
+
+    hit.set_state("1").await;
+    hit.connect(&world, 2, 0).await;
+    assert!(hit.read(0, 0).await.unwrap() == [0x10; PAGE]);
+    hit.check_data(8, 0x30).await;
+    let after = rings(&world, 1).await;
+    assert_ne!(after[0].pid, before[0].pid, "a fresh worker");
+    assert_eq!(after[1].pid, before[1].pid);
+
+    let pids: Vec<u32> = after.iter().map(|ring| ring.pid.unwrap()).collect();
+    world.stop().await;
+    assert!(pids.iter().all(|pid| !is_alive(*pid)), "workers end with their supervisor");
+    world.assert_nothing_held(1);
+}
+
+#[tokio::test]
+async fn workers_of_a_dead_supervisor_end_by_themselves() {
+    let mut world = World::new().await;
+    world.options.program = this_program();
+    world.start().await;
+    world.attach(1, XVDA, "memory:1M", "w").await;
+    let mut guest = Guest::new(&world, 1, XVDA).await;
+    guest.connect(&world, 2, 0).await;
+    let pids: Vec<u32> = rings(&world, 1).await.iter().map(|ring| ring.pid.unwrap()).collect();
+    world.crash().await;
+    world.nothing_held(1).await;
+    for pid in pids {
+        // Nobody waits for it here, so it may stay a zombie of this program.
+        let stat = format!("/proc/{pid}/stat");
+        let gone = async || std::fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z ")).then_some(());
+        eventually("the worker is gone", gone).await;
+    }
+}
+
+#[tokio::test]
+async fn a_worker_that_cannot_start_fails_its_device() {
+    let mut world = World::new().await;
+    world.options.program = WorkerProgram::Process { path: "/nonexistent/worker".into(), args: Vec::new() };
+    world.start().await;
+    world.attach(1, XVDA, "memory:1M", "w").await;
+    let mut guest = Guest::new(&world, 1, XVDA).await;
+    world.reaches(1, XVDA, "2").await;
+    let keys = guest.make_rings(1, 0);
+    guest.publish(&keys, "3").await;
+    world.reaches(1, XVDA, "5").await;
+    let error = world.error(1, XVDA).await;
+    assert!(error.contains("cannot start worker"), "{error}");
+    guest.finish_closing(&world).await;
+}
+
+#[tokio::test]
+async fn a_worker_that_ends_at_once_fails_its_device() {
+    let mut world = World::new().await;
+    world.options.program = WorkerProgram::Process { path: "/bin/false".into(), args: Vec::new() };
+    world.start().await;
+    world.attach(1, XVDA, "memory:1M", "w").await;
+    let mut guest = Guest::new(&world, 1, XVDA).await;
+    world.reaches(1, XVDA, "2").await;
+    let keys = guest.make_rings(1, 0);
+    guest.publish(&keys, "3").await;
+    world.reaches(1, XVDA, "5").await;
+    let error = world.error(1, XVDA).await;
+    assert!(error.contains("died"), "{error}");
+    guest.finish_closing(&world).await;
+    world.assert_nothing_held(1);
+}
