@@ -36,14 +36,28 @@ async fn status_shows_disks_and_what_their_rings_did() {
     guest.check_data(0, 1).await;
     world.error(8, XVDA).await;
 
-    let mode = std::fs::metadata(world.path("control")).unwrap().permissions().mode();
+    let mode = std::fs::metadata(world.path("control"))
+        .unwrap()
+        .permissions()
+        .mode();
     assert_eq!(mode & 0o777, 0o600);
     let disk = world.status(7, XVDA).await.unwrap();
-    assert_eq!((disk.params.as_str(), disk.size, disk.readonly), (image.as_str(), Some(1 << 20), false));
+    assert_eq!(
+        (disk.params.as_str(), disk.size, disk.readonly),
+        (image.as_str(), Some(1 << 20), false)
+    );
     assert_eq!((disk.state.as_str(), disk.error), ("Connected", None));
-    assert_eq!(disk.rings.iter().map(|ring| ring.queue).collect::<Vec<_>>(), [0, 1, 2]);
+    assert_eq!(
+        disk.rings.iter().map(|ring| ring.queue).collect::<Vec<_>>(),
+        [0, 1, 2]
+    );
     for ring in &disk.rings {
-        assert_eq!((ring.counters.reads, ring.counters.writes), (1, 1), "queue {}", ring.queue);
+        assert_eq!(
+            (ring.counters.reads, ring.counters.writes),
+            (1, 1),
+            "queue {}",
+            ring.queue
+        );
         assert_eq!(ring.counters.bytes_written, 4096);
         assert_eq!(ring.counters.in_flight, 0);
         assert_eq!(ring.pid, None, "a thread");
@@ -59,15 +73,35 @@ async fn status_shows_disks_and_what_their_rings_did() {
 async fn anything_else_gets_one_clear_error() {
     let world = World::started().await;
     let version = world.ask(Request::Version {}).await;
-    assert_eq!(version, Response::Version { version: env!("CARGO_PKG_VERSION").to_owned() });
+    assert_eq!(
+        version,
+        Response::Version {
+            version: env!("CARGO_PKG_VERSION").to_owned()
+        }
+    );
     static ENDLESS: [u8; 1 << 20] = [b'x'; 1 << 20];
-    for rubbish in [&b"\n"[..], b"{}\n", b"status\n", b"{\"stop\":{}}\n", b"{\"status\":{\"of\":1}}\n", b"\xff\xfe\n", &ENDLESS]
-    {
-        let Response::Error(error) = raw(world.path("control"), rubbish).await else { panic!("understood") };
-        assert!(error.starts_with("expected ") && !error.contains('\n'), "{error}");
+    for rubbish in [
+        &b"\n"[..],
+        b"{}\n",
+        b"status\n",
+        b"{\"stop\":{}}\n",
+        b"{\"status\":{\"of\":1}}\n",
+        b"\xff\xfe\n",
+        &ENDLESS,
+    ] {
+        let Response::Error(error) = raw(world.path("control"), rubbish).await else {
+            panic!("understood")
+        };
+        assert!(
+            error.starts_with("expected ") && !error.contains('\n'),
+            "{error}"
+        );
     }
     // And the next client is served.
-    assert!(matches!(world.ask(Request::Status {}).await, Response::Status(_)));
+    assert!(matches!(
+        world.ask(Request::Status {}).await,
+        Response::Status(_)
+    ));
 }
 
 #[tokio::test]
@@ -76,13 +110,24 @@ async fn only_a_stale_socket_is_replaced() {
     let refused = |path: PathBuf| {
         let mut options = world.options.clone();
         options.control = Some(path);
-        async { xenblkd::supervisor::run(options, std::future::pending()).await.unwrap_err().to_string() }
+        async {
+            xenblkd::supervisor::run(options, std::future::pending())
+                .await
+                .unwrap_err()
+                .to_string()
+        }
     };
     let error = refused(world.path("control")).await;
-    assert!(error.contains("control") && error.contains("another daemon"), "{error}");
+    assert!(
+        error.contains("control") && error.contains("another daemon"),
+        "{error}"
+    );
     std::fs::write(world.path("file"), "precious").unwrap();
     let error = refused(world.path("file")).await;
-    assert!(error.contains("file") && error.contains("not a socket"), "{error}");
+    assert!(
+        error.contains("file") && error.contains("not a socket"),
+        "{error}"
+    );
     assert_eq!(std::fs::read(world.path("file")).unwrap(), b"precious");
     let error = refused(world.path("no/such/dir")).await;
     assert!(error.contains("no/such/dir"), "{error}");
@@ -90,5 +135,8 @@ async fn only_a_stale_socket_is_replaced() {
     let mut world = World::new().await;
     drop(UnixListener::bind(world.path("control")).unwrap());
     world.start().await;
-    assert!(matches!(world.ask(Request::Status {}).await, Response::Status(_)));
+    assert!(matches!(
+        world.ask(Request::Status {}).await,
+        Response::Status(_)
+    ));
 }

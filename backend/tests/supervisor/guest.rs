@@ -4,19 +4,21 @@ use std::collections::BTreeMap;
 
 use xenblk_grants::fake::{DomainWords, FakeDomain, Gfn};
 use xenblk_grants::{DomId, GrantRef, Port};
-use xenblk_ring::{Abi, DirectSegments, FlushRequest, FrontRing, Request, RwOp, RwRequest, Segment};
+use xenblk_ring::{
+    Abi, DirectSegments, FlushRequest, FrontRing, Request, RwOp, RwRequest, Segment,
+};
 use xenblk_xenstore::{Client, Error, Tx};
 
 use crate::world::{World, bounded, frontend};
 
 const BACKEND: DomId = DomId(0);
 /// One request's data: eight sectors.
-pub const PAGE: usize = 4096;
+pub(crate) const PAGE: usize = 4096;
 
-pub struct Guest {
-    pub domid: u16,
-    pub devid: u32,
-    pub domain: FakeDomain,
+pub(crate) struct Guest {
+    pub(crate) domid: u16,
+    pub(crate) devid: u32,
+    pub(crate) domain: FakeDomain,
     store: Client,
     queues: Vec<Queue>,
 }
@@ -31,24 +33,30 @@ struct Queue {
 
 impl Guest {
     /// A new domain, known to hypervisor and store.
-    pub async fn new(world: &World, domid: u16, devid: u32) -> Self {
+    pub(crate) async fn new(world: &World, domid: u16, devid: u32) -> Self {
         let domain = world.xen.domain(DomId(domid), 256).unwrap();
         world.server.introduce(domid).unwrap();
         Self::in_domain(world, domain, devid)
     }
 
     /// Another disk of the same domain.
-    pub fn in_domain(world: &World, domain: FakeDomain, devid: u32) -> Self {
+    pub(crate) fn in_domain(world: &World, domain: FakeDomain, devid: u32) -> Self {
         let domid = domain.domid().0;
         let stream = world.server.connect_as(domid).unwrap();
         stream.set_nonblocking(true).unwrap();
         let stream = tokio::net::UnixStream::from_std(stream).unwrap();
         let (store, _) = Client::from_stream(stream);
-        Self { domid, devid, domain, store, queues: Vec::new() }
+        Self {
+            domid,
+            devid,
+            domain,
+            store,
+            queues: Vec::new(),
+        }
     }
 
     /// Makes fresh rings and returns the keys that describe them, as Linux writes them.
-    pub fn make_rings(&mut self, queues: usize, order: u32) -> BTreeMap<String, String> {
+    pub(crate) fn make_rings(&mut self, queues: usize, order: u32) -> BTreeMap<String, String> {
         assert!(self.queues.is_empty(), "the old rings are still there");
         let mut keys = BTreeMap::new();
         keys.insert("protocol".to_owned(), "x86_64-abi".to_owned());
@@ -61,7 +69,11 @@ impl Guest {
         }
         for number in 0..queues {
             let queue = self.make_queue(1 << order);
-            let prefix = if queues > 1 { format!("queue-{number}/") } else { String::new() };
+            let prefix = if queues > 1 {
+                format!("queue-{number}/")
+            } else {
+                String::new()
+            };
             keys.insert(format!("{prefix}event-channel"), queue.port.0.to_string());
             if order == 0 {
                 keys.insert(format!("{prefix}ring-ref"), queue.grants[0].0.to_string());
@@ -78,18 +90,28 @@ impl Guest {
     fn make_queue(&self, pages: u32) -> Queue {
         let first = self.domain.alloc_pages(pages as usize).unwrap();
         let page = |index| Gfn(first.0 + index);
-        let grants = (0..pages).map(|index| self.domain.grant(page(index), BACKEND, false).unwrap()).collect();
+        let grants = (0..pages)
+            .map(|index| self.domain.grant(page(index), BACKEND, false).unwrap())
+            .collect();
         let words = self.domain.words(first, pages as usize);
         let ring = FrontRing::init(words, Abi::X86_64, pages).unwrap();
         let port = self.domain.alloc_unbound(BACKEND).unwrap();
-        Queue { ring, first, grants, port, next_id: 0 }
+        Queue {
+            ring,
+            first,
+            grants,
+            port,
+            next_id: 0,
+        }
     }
 
     /// Ends every grant, as a strict frontend does once the backend is Closed: fails if one is mapped.
-    pub fn free_rings(&mut self) {
+    pub(crate) fn free_rings(&mut self) {
         for queue in self.queues.drain(..) {
             for (gref, index) in queue.grants.into_iter().zip(0..) {
-                self.domain.end_access(gref).expect("a ring page is still mapped");
+                self.domain
+                    .end_access(gref)
+                    .expect("a ring page is still mapped");
                 self.domain.free_page(Gfn(queue.first.0 + index));
             }
             self.domain.close(queue.port);
@@ -97,7 +119,7 @@ impl Guest {
     }
 
     /// Writes keys and state in one transaction.
-    pub async fn publish(&self, keys: &BTreeMap<String, String>, state: &str) {
+    pub(crate) async fn publish(&self, keys: &BTreeMap<String, String>, state: &str) {
         let root = &frontend(self.domid, self.devid);
         let written: Result<(), Error> = self
             .store
@@ -111,22 +133,22 @@ impl Guest {
         written.unwrap();
     }
 
-    pub async fn set_state(&self, state: &str) {
+    pub(crate) async fn set_state(&self, state: &str) {
         self.write_key("state", state).await;
     }
 
-    pub async fn write_key(&self, key: &str, value: impl AsRef<[u8]>) {
+    pub(crate) async fn write_key(&self, key: &str, value: impl AsRef<[u8]>) {
         let node = format!("{}/{key}", frontend(self.domid, self.devid));
         self.store.write(Tx::NONE, &node, value).await.unwrap();
     }
 
-    pub async fn remove_key(&self, key: &str) {
+    pub(crate) async fn remove_key(&self, key: &str) {
         let node = format!("{}/{key}", frontend(self.domid, self.devid));
         self.store.rm(Tx::NONE, &node).await.unwrap();
     }
 
     /// Connects as Linux does once the backend waits: rings, state 3, backend 4, state 4.
-    pub async fn connect(&mut self, world: &World, queues: usize, order: u32) {
+    pub(crate) async fn connect(&mut self, world: &World, queues: usize, order: u32) {
         world.reaches(self.domid, self.devid, "2").await;
         let keys = self.make_rings(queues, order);
         self.publish(&keys, "3").await;
@@ -134,20 +156,20 @@ impl Guest {
     }
 
     /// Waits for the backend and shows state 4.
-    pub async fn connected(&mut self, world: &World) {
+    pub(crate) async fn connected(&mut self, world: &World) {
         world.reaches(self.domid, self.devid, "4").await;
         self.set_state("4").await;
     }
 
     /// Lets go of the disk, waiting for each answer, and checks that nothing is mapped any more.
-    pub async fn close(&mut self, world: &World) {
+    pub(crate) async fn close(&mut self, world: &World) {
         self.set_state("5").await;
         world.reaches(self.domid, self.devid, "5").await;
         self.finish_closing(world).await;
     }
 
     /// The second half of [`close`](Self::close), for a backend that is Closing already.
-    pub async fn finish_closing(&mut self, world: &World) {
+    pub(crate) async fn finish_closing(&mut self, world: &World) {
         self.set_state("6").await;
         world.reaches(self.domid, self.devid, "6").await;
         self.free_rings();
@@ -155,7 +177,7 @@ impl Guest {
 
     /// Writes a page of `fill` at page `page` of the disk through every queue, each its own byte more, and
     /// reads all of it back through the next queue.
-    pub async fn check_data(&mut self, page: u64, fill: u8) {
+    pub(crate) async fn check_data(&mut self, page: u64, fill: u8) {
         let queues = self.queues.len();
         for queue in 0..queues {
             let data = [fill.wrapping_add(queue as u8); PAGE];
@@ -163,12 +185,23 @@ impl Guest {
         }
         self.flush(0).await.unwrap();
         for queue in 0..queues {
-            let data = self.read((queue + 1) % queues, page + queue as u64).await.unwrap();
-            assert!(data == [fill.wrapping_add(queue as u8); PAGE], "wrong data on queue {queue}");
+            let data = self
+                .read((queue + 1) % queues, page + queue as u64)
+                .await
+                .unwrap();
+            assert!(
+                data == [fill.wrapping_add(queue as u8); PAGE],
+                "wrong data on queue {queue}"
+            );
         }
     }
 
-    pub async fn write(&mut self, queue: usize, page: u64, data: &[u8; PAGE]) -> Result<(), i16> {
+    pub(crate) async fn write(
+        &mut self,
+        queue: usize,
+        page: u64,
+        data: &[u8; PAGE],
+    ) -> Result<(), i16> {
         let memory = self.domain.alloc_page().unwrap();
         assert!(self.domain.write(memory, 0, data));
         let result = self.transfer(queue, RwOp::Write, page, memory).await;
@@ -176,7 +209,7 @@ impl Guest {
         result
     }
 
-    pub async fn read(&mut self, queue: usize, page: u64) -> Result<[u8; PAGE], i16> {
+    pub(crate) async fn read(&mut self, queue: usize, page: u64) -> Result<[u8; PAGE], i16> {
         let memory = self.domain.alloc_page().unwrap();
         let result = self.transfer(queue, RwOp::Read, page, memory).await;
         let mut data = [0; PAGE];
@@ -185,18 +218,41 @@ impl Guest {
         result.map(|()| data)
     }
 
-    async fn transfer(&mut self, queue: usize, op: RwOp, page: u64, memory: Gfn) -> Result<(), i16> {
-        let gref = self.domain.grant(memory, BACKEND, op == RwOp::Write).unwrap();
+    async fn transfer(
+        &mut self,
+        queue: usize,
+        op: RwOp,
+        page: u64,
+        memory: Gfn,
+    ) -> Result<(), i16> {
+        let gref = self
+            .domain
+            .grant(memory, BACKEND, op == RwOp::Write)
+            .unwrap();
         let segments = DirectSegments::new(&[Segment::new(gref.0, 0, 7).unwrap()]).unwrap();
         let id = self.next_id(queue);
-        let result = self.request(queue, Request::Rw(RwRequest { id, op, sector: page * 8, segments }), id).await;
-        self.domain.end_access(gref).expect("answered while the page is mapped");
+        let result = self
+            .request(
+                queue,
+                Request::Rw(RwRequest {
+                    id,
+                    op,
+                    sector: page * 8,
+                    segments,
+                }),
+                id,
+            )
+            .await;
+        self.domain
+            .end_access(gref)
+            .expect("answered while the page is mapped");
         result
     }
 
-    pub async fn flush(&mut self, queue: usize) -> Result<(), i16> {
+    pub(crate) async fn flush(&mut self, queue: usize) -> Result<(), i16> {
         let id = self.next_id(queue);
-        self.request(queue, Request::Flush(FlushRequest { id, data: None }), id).await
+        self.request(queue, Request::Flush(FlushRequest { id, data: None }), id)
+            .await
     }
 
     fn next_id(&mut self, queue: usize) -> u64 {
@@ -206,7 +262,7 @@ impl Guest {
     }
 
     /// Puts a request on the ring and tells the backend, without waiting for the answer.
-    pub fn submit(&mut self, queue: usize, request: &Request) {
+    pub(crate) fn submit(&mut self, queue: usize, request: &Request) {
         let queue = &mut self.queues[queue];
         queue.ring.push(&request.encode(Abi::X86_64)).unwrap();
         if queue.ring.publish() {
@@ -227,16 +283,20 @@ impl Guest {
         };
         let response = bounded("a response", response).await;
         assert_eq!(response.id, id);
-        if response.status == 0 { Ok(()) } else { Err(response.status) }
+        if response.status == 0 {
+            Ok(())
+        } else {
+            Err(response.status)
+        }
     }
 
     /// The shared words of a queue's ring, to do wrong with.
-    pub fn ring_words(&self, queue: usize) -> &DomainWords {
+    pub(crate) fn ring_words(&self, queue: usize) -> &DomainWords {
         self.queues[queue].ring.words()
     }
 
     /// Wakes the backend whatever the ring says.
-    pub fn kick(&self, queue: usize) {
+    pub(crate) fn kick(&self, queue: usize) {
         self.domain.notify(self.queues[queue].port);
     }
 }

@@ -17,19 +17,71 @@ fn set(keys: &mut Keys, key: &str, value: &str) {
 }
 
 const CASES: [Case; 15] = [
-    ("no port", |keys| drop(keys.remove("queue-1/event-channel")), ["queue-1/event-channel", "missing"]),
-    ("no ring", |keys| drop(keys.remove("queue-0/ring-ref")), ["queue-0/ring-ref", "missing"]),
-    ("empty ring", |keys| set(keys, "queue-0/ring-ref", ""), ["queue-0/ring-ref", "missing"]),
-    ("negative port", |keys| set(keys, "queue-0/event-channel", "-1"), ["queue-0/event-channel", "-1"]),
-    ("not decimal", |keys| set(keys, "queue-0/ring-ref", "0x8"), ["queue-0/ring-ref", "0x8"]),
-    ("trailing rubbish", |keys| set(keys, "queue-0/ring-ref", "8 "), ["queue-0/ring-ref", "\"8 \""]),
-    ("too large", |keys| set(keys, "queue-0/ring-ref", "4294967296"), ["queue-0/ring-ref", "4294967296"]),
-    ("no queues", |keys| set(keys, "multi-queue-num-queues", "0"), ["multi-queue-num-queues", "0"]),
-    ("many queues", |keys| set(keys, "multi-queue-num-queues", "4000000000"), ["multi-queue-num-queues", "4000000000"]),
-    ("huge order", |keys| set(keys, "ring-page-order", "31"), ["ring-page-order", "31"]),
-    ("negative order", |keys| set(keys, "ring-page-order", "-1"), ["ring-page-order", "-1"]),
-    ("endless order", |keys| set(keys, "ring-page-order", "99999999999"), ["ring-page-order", "99999999999"]),
-    ("protocol", |keys| set(keys, "protocol", "sparc-abi"), ["protocol", "sparc-abi"]),
+    (
+        "no port",
+        |keys| drop(keys.remove("queue-1/event-channel")),
+        ["queue-1/event-channel", "missing"],
+    ),
+    (
+        "no ring",
+        |keys| drop(keys.remove("queue-0/ring-ref")),
+        ["queue-0/ring-ref", "missing"],
+    ),
+    (
+        "empty ring",
+        |keys| set(keys, "queue-0/ring-ref", ""),
+        ["queue-0/ring-ref", "missing"],
+    ),
+    (
+        "negative port",
+        |keys| set(keys, "queue-0/event-channel", "-1"),
+        ["queue-0/event-channel", "-1"],
+    ),
+    (
+        "not decimal",
+        |keys| set(keys, "queue-0/ring-ref", "0x8"),
+        ["queue-0/ring-ref", "0x8"],
+    ),
+    (
+        "trailing rubbish",
+        |keys| set(keys, "queue-0/ring-ref", "8 "),
+        ["queue-0/ring-ref", "\"8 \""],
+    ),
+    (
+        "too large",
+        |keys| set(keys, "queue-0/ring-ref", "4294967296"),
+        ["queue-0/ring-ref", "4294967296"],
+    ),
+    (
+        "no queues",
+        |keys| set(keys, "multi-queue-num-queues", "0"),
+        ["multi-queue-num-queues", "0"],
+    ),
+    (
+        "many queues",
+        |keys| set(keys, "multi-queue-num-queues", "4000000000"),
+        ["multi-queue-num-queues", "4000000000"],
+    ),
+    (
+        "huge order",
+        |keys| set(keys, "ring-page-order", "31"),
+        ["ring-page-order", "31"],
+    ),
+    (
+        "negative order",
+        |keys| set(keys, "ring-page-order", "-1"),
+        ["ring-page-order", "-1"],
+    ),
+    (
+        "endless order",
+        |keys| set(keys, "ring-page-order", "99999999999"),
+        ["ring-page-order", "99999999999"],
+    ),
+    (
+        "protocol",
+        |keys| set(keys, "protocol", "sparc-abi"),
+        ["protocol", "sparc-abi"],
+    ),
     (
         "one port twice",
         |keys| {
@@ -63,7 +115,10 @@ async fn bad_keys_are_refused_for_that_device_alone() {
         for part in named {
             assert!(error.contains(part), "{what}: {error}");
         }
-        assert!(error.len() < 512 && error.chars().all(|c| !c.is_control()), "{what}: {error}");
+        assert!(
+            error.len() < 512 && error.chars().all(|c| !c.is_control()),
+            "{what}: {error}"
+        );
         world.assert_nothing_held(1);
 
         bad.finish_closing(&world).await;

@@ -20,8 +20,15 @@ async fn a_stopped_supervisor_leaves_nothing_and_its_successor_serves() {
     guest.check_data(0, 0x10).await;
     world.stop().await;
     world.assert_nothing_held(1);
-    assert!(!world.path("control").exists(), "the socket goes with its daemon");
-    assert_eq!(world.backend_key(1, XVDA, "state").await.as_deref(), Some("4"), "the guest's state is left");
+    assert!(
+        !world.path("control").exists(),
+        "the socket goes with its daemon"
+    );
+    assert_eq!(
+        world.backend_key(1, XVDA, "state").await.as_deref(),
+        Some("4"),
+        "the guest's state is left"
+    );
 
     world.start().await;
     reconnect(&world, &mut guest).await;
@@ -130,12 +137,18 @@ async fn without_a_store_or_hypervisor_nothing_starts() {
     ] {
         let mut options = world.options.clone();
         spoil(&mut options);
-        let error = xenblkd::supervisor::run(options, std::future::pending()).await.unwrap_err().to_string();
+        let error = xenblkd::supervisor::run(options, std::future::pending())
+            .await
+            .unwrap_err()
+            .to_string();
         assert!(error.contains("/no-") && !error.contains('\n'), "{error}");
         assert!(!world.path("control").exists(), "nothing is left behind");
     }
     let mut options = world.options.clone();
     options.workers = 0;
-    let error = xenblkd::supervisor::run(options, std::future::pending()).await.unwrap_err().to_string();
+    let error = xenblkd::supervisor::run(options, std::future::pending())
+        .await
+        .unwrap_err()
+        .to_string();
     assert_eq!(error, "workers is 0, expected 1 to 256");
 }

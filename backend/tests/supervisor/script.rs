@@ -7,15 +7,17 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, Sender, channel};
 
 use rustix::net::{
-    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix, SocketFlags, SocketType,
+    AddressFamily, SendAncillaryBuffer, SendAncillaryMessage, SendFlags, SocketAddrUnix,
+    SocketFlags, SocketType,
 };
 use xenblkd::target::script::{GREETING, Greeting};
 
 /// Listens at `path` with a disk of one MiB. Connections wait until something is sent on the returned
 /// channel, or it is dropped.
-pub fn listen(path: &Path) -> Sender<()> {
+pub(crate) fn listen(path: &Path) -> Sender<()> {
     let flags = SocketFlags::CLOEXEC;
-    let socket = rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
+    let socket =
+        rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::listen(&socket, 16).unwrap();
     let (go, gate) = channel();
@@ -30,12 +32,21 @@ fn serve(listener: OwnedFd, gate: Receiver<()>) {
     // Kept open: a script target's disk fails when its script goes away.
     let mut connections = Vec::new();
     while let Ok(connection) = rustix::net::accept(&listener) {
-        let greeting = serde_json::to_vec(&Greeting { protocol: GREETING.to_owned() }).unwrap();
+        let greeting = serde_json::to_vec(&Greeting {
+            protocol: GREETING.to_owned(),
+        })
+        .unwrap();
         let mut space = [MaybeUninit::uninit(); rustix::cmsg_space!(ScmRights(1))];
         let mut control = SendAncillaryBuffer::new(&mut space);
         let fds = [disk.as_fd()];
         assert!(control.push(SendAncillaryMessage::ScmRights(&fds)));
-        rustix::net::sendmsg(&connection, &[IoSlice::new(&greeting)], &mut control, SendFlags::NOSIGNAL).unwrap();
+        rustix::net::sendmsg(
+            &connection,
+            &[IoSlice::new(&greeting)],
+            &mut control,
+            SendFlags::NOSIGNAL,
+        )
+        .unwrap();
         connections.push(connection);
     }
 }

@@ -24,7 +24,10 @@ fn worker_process() {
 /// Starts `worker_process`, and only it.
 fn this_program() -> WorkerProgram {
     let args = ["workers::worker_process", "--exact", "--nocapture", "--"];
-    WorkerProgram::Process { path: "/proc/self/exe".into(), args: args.map(Into::into).to_vec() }
+    WorkerProgram::Process {
+        path: "/proc/self/exe".into(),
+        args: args.map(Into::into).to_vec(),
+    }
 }
 
 async fn rings(world: &World, domid: u16) -> Vec<RingStatus> {
@@ -52,7 +55,10 @@ async fn a_killed_worker_takes_down_only_its_own_devices() {
     hit.check_data(0, 0x10).await;
     let before = rings(&world, 1).await;
     let pids: Vec<u32> = before.iter().map(|ring| ring.pid.unwrap()).collect();
-    assert_ne!(pids[0], pids[1], "a disk's queues are spread over the workers");
+    assert_ne!(
+        pids[0], pids[1],
+        "a disk's queues are spread over the workers"
+    );
 
     // A disk with one ring, on the worker that lives on.
     let (mut spared, mut number) = (None, 2);
@@ -71,9 +77,15 @@ async fn a_killed_worker_takes_down_only_its_own_devices() {
     kill(pids[0]);
     world.reaches(1, XVDA, "5").await;
     let error = world.error(1, XVDA).await;
-    assert!(error.contains("worker") && error.contains("died") && error.contains("SIGKILL"), "{error}");
+    assert!(
+        error.contains("worker") && error.contains("died") && error.contains("SIGKILL"),
+        "{error}"
+    );
     spared.check_data(0, 0x20).await;
-    assert!(hit.read(1, 0).await.unwrap() == [0x10; PAGE], "the other ring goes on until the frontend closes");
+    assert!(
+        hit.read(1, 0).await.unwrap() == [0x10; PAGE],
+        "the other ring goes on until the frontend closes"
+    );
     hit.set_state("5").await;
     hit.finish_closing(&world).await;
     world.assert_nothing_held(1);
@@ -88,7 +100,10 @@ async fn a_killed_worker_takes_down_only_its_own_devices() {
 
     let pids: Vec<u32> = after.iter().map(|ring| ring.pid.unwrap()).collect();
     world.stop().await;
-    assert!(pids.iter().all(|pid| !is_alive(*pid)), "workers end with their supervisor");
+    assert!(
+        pids.iter().all(|pid| !is_alive(*pid)),
+        "workers end with their supervisor"
+    );
     world.assert_nothing_held(1);
 }
 
@@ -100,13 +115,21 @@ async fn workers_of_a_dead_supervisor_end_by_themselves() {
     world.attach(1, XVDA, "memory:1M", "w").await;
     let mut guest = Guest::new(&world, 1, XVDA).await;
     guest.connect(&world, 2, 0).await;
-    let pids: Vec<u32> = rings(&world, 1).await.iter().map(|ring| ring.pid.unwrap()).collect();
+    let pids: Vec<u32> = rings(&world, 1)
+        .await
+        .iter()
+        .map(|ring| ring.pid.unwrap())
+        .collect();
     world.crash().await;
     world.nothing_held(1).await;
     for pid in pids {
         // Nobody waits for it here, so it may stay a zombie of this program.
         let stat = format!("/proc/{pid}/stat");
-        let gone = async || std::fs::read_to_string(&stat).map_or(true, |stat| stat.contains(") Z ")).then_some(());
+        let gone = async || {
+            std::fs::read_to_string(&stat)
+                .map_or(true, |stat| stat.contains(") Z "))
+                .then_some(())
+        };
         eventually("the worker is gone", gone).await;
     }
 }
@@ -114,7 +137,10 @@ async fn workers_of_a_dead_supervisor_end_by_themselves() {
 #[tokio::test]
 async fn a_worker_that_cannot_start_fails_its_device() {
     let mut world = World::new().await;
-    world.options.program = WorkerProgram::Process { path: "/nonexistent/worker".into(), args: Vec::new() };
+    world.options.program = WorkerProgram::Process {
+        path: "/nonexistent/worker".into(),
+        args: Vec::new(),
+    };
     world.start().await;
     world.attach(1, XVDA, "memory:1M", "w").await;
     let mut guest = Guest::new(&world, 1, XVDA).await;
@@ -130,7 +156,10 @@ async fn a_worker_that_cannot_start_fails_its_device() {
 #[tokio::test]
 async fn a_worker_that_ends_at_once_fails_its_device() {
     let mut world = World::new().await;
-    world.options.program = WorkerProgram::Process { path: "/bin/false".into(), args: Vec::new() };
+    world.options.program = WorkerProgram::Process {
+        path: "/bin/false".into(),
+        args: Vec::new(),
+    };
     world.start().await;
     world.attach(1, XVDA, "memory:1M", "w").await;
     let mut guest = Guest::new(&world, 1, XVDA).await;

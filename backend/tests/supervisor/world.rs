@@ -15,13 +15,13 @@ use xenblkd::supervisor::{HostSource, Limits, Options, SupervisorError, WorkerPr
 /// How long anything may take before the test gives up on it. Only a failure waits that long.
 const PATIENCE: Duration = Duration::from_secs(30);
 
-pub struct World {
-    pub dir: tempfile::TempDir,
-    pub xen: FakeXen,
-    pub server: Server,
+pub(crate) struct World {
+    pub(crate) dir: tempfile::TempDir,
+    pub(crate) xen: FakeXen,
+    pub(crate) server: Server,
     /// Domain 0's view of the store.
-    pub store: Client,
-    pub options: Options,
+    pub(crate) store: Client,
+    pub(crate) options: Options,
     supervisor: Option<Running>,
 }
 
@@ -32,14 +32,17 @@ struct Running {
 
 impl World {
     /// A host whose supervisor is not started yet.
-    pub async fn new() -> Self {
+    pub(crate) async fn new() -> Self {
         let dir = tempfile::tempdir().unwrap();
         let xen = FakeXen::start().unwrap();
         xen.listen(&dir.path().join("xen")).unwrap();
         let server = Server::start().unwrap();
         server.listen(dir.path().join("xenstored")).unwrap();
         let (store, _) = Client::connect(dir.path().join("xenstored")).await.unwrap();
-        store.write(Tx::NONE, "/local/domain/0/domid", "0").await.unwrap();
+        store
+            .write(Tx::NONE, "/local/domain/0/domid", "0")
+            .await
+            .unwrap();
         let options = Options {
             store: dir.path().join("xenstored"),
             host: HostSource::Fake(dir.path().join("xen")),
@@ -48,57 +51,75 @@ impl World {
             control: Some(dir.path().join("control")),
             limits: Limits::default(),
         };
-        Self { dir, xen, server, store, options, supervisor: None }
+        Self {
+            dir,
+            xen,
+            server,
+            store,
+            options,
+            supervisor: None,
+        }
     }
 
-    pub async fn started() -> Self {
+    pub(crate) async fn started() -> Self {
         let mut world = Self::new().await;
         world.start().await;
         world
     }
 
     /// Starts the supervisor; returns once it answers on its control socket.
-    pub async fn start(&mut self) {
+    pub(crate) async fn start(&mut self) {
         let (stop, stopped) = oneshot::channel();
         let shutdown = async {
             let _ = stopped.await;
         };
         let task = tokio::spawn(run(self.options.clone(), shutdown));
-        self.supervisor = Some(Running { stop: Some(stop), task });
+        self.supervisor = Some(Running {
+            stop: Some(stop),
+            task,
+        });
         let path = self.path("control");
         eventually("the control socket", async || path.exists().then_some(())).await;
     }
 
     /// Ends the supervisor as SIGTERM does.
-    pub async fn stop(&mut self) {
+    pub(crate) async fn stop(&mut self) {
         let mut running = self.supervisor.take().unwrap();
         drop(running.stop.take());
-        tokio::time::timeout(PATIENCE, running.task).await.unwrap().unwrap().unwrap();
+        tokio::time::timeout(PATIENCE, running.task)
+            .await
+            .unwrap()
+            .unwrap()
+            .unwrap();
     }
 
     /// Ends the supervisor as SIGKILL does: nothing of it runs any more, its channels are closed.
-    pub async fn crash(&mut self) {
+    pub(crate) async fn crash(&mut self) {
         let running = self.supervisor.take().unwrap();
         running.task.abort();
         assert!(running.task.await.unwrap_err().is_cancelled());
     }
 
-    pub fn path(&self, name: &str) -> PathBuf {
+    pub(crate) fn path(&self, name: &str) -> PathBuf {
         self.dir.path().join(name)
     }
 
     /// A sparse image of `size` bytes; its path.
-    pub fn image(&self, name: &str, size: u64) -> String {
+    pub(crate) fn image(&self, name: &str, size: u64) -> String {
         let path = self.path(name);
         std::fs::File::create(&path).unwrap().set_len(size).unwrap();
         path.to_str().unwrap().to_owned()
     }
 
     /// What `xl` writes for a disk, in one transaction; the domain's home is made on the way.
-    pub async fn attach(&self, domid: u16, devid: u32, params: &str, mode: &str) {
+    pub(crate) async fn attach(&self, domid: u16, devid: u32, params: &str, mode: &str) {
         let (front, back) = (frontend(domid, devid), backend(domid, devid));
-        let frontend_keys =
-            [("backend", back.as_str()), ("backend-id", "0"), ("state", "1"), ("virtual-device", "51712")];
+        let frontend_keys = [
+            ("backend", back.as_str()),
+            ("backend-id", "0"),
+            ("state", "1"),
+            ("virtual-device", "51712"),
+        ];
         let id = domid.to_string();
         let backend_keys = [
             ("frontend", front.as_str()),
@@ -111,8 +132,14 @@ impl World {
             ("discard-enable", "1"),
             ("removable", "0"),
         ];
-        let guests = [Permission::new(domid, Access::None), Permission::new(0, Access::Read)];
-        let ours = [Permission::new(0, Access::None), Permission::new(domid, Access::Read)];
+        let guests = [
+            Permission::new(domid, Access::None),
+            Permission::new(0, Access::Read),
+        ];
+        let ours = [
+            Permission::new(0, Access::None),
+            Permission::new(domid, Access::Read),
+        ];
         let (front, back) = (&front, &back);
         let written: Result<(), Error> = self
             .store
@@ -136,7 +163,7 @@ impl World {
     }
 
     /// What `xl block-detach` writes first.
-    pub async fn ask_to_detach(&self, domid: u16, devid: u32) {
+    pub(crate) async fn ask_to_detach(&self, domid: u16, devid: u32) {
         let back = &backend(domid, devid);
         let written: Result<(), Error> = self
             .store
@@ -149,59 +176,74 @@ impl World {
     }
 
     /// What the toolstack does last.
-    pub async fn remove(&self, domid: u16, devid: u32) {
+    pub(crate) async fn remove(&self, domid: u16, devid: u32) {
         for node in [frontend(domid, devid), backend(domid, devid)] {
             self.store.rm(Tx::NONE, &node).await.unwrap();
         }
     }
 
-    pub async fn read(&self, node: &str) -> Option<String> {
+    pub(crate) async fn read(&self, node: &str) -> Option<String> {
         let value = self.store.read_optional(Tx::NONE, node).await.unwrap();
         value.map(|value| String::from_utf8(value).unwrap())
     }
 
     /// A key of the backend directory.
-    pub async fn backend_key(&self, domid: u16, devid: u32, key: &str) -> Option<String> {
+    pub(crate) async fn backend_key(&self, domid: u16, devid: u32, key: &str) -> Option<String> {
         self.read(&format!("{}/{key}", backend(domid, devid))).await
     }
 
     /// Waits until the backend's state is `state`.
-    pub async fn reaches(&self, domid: u16, devid: u32, state: &str) {
+    pub(crate) async fn reaches(&self, domid: u16, devid: u32, state: &str) {
         let what = format!("backend {domid}/{devid} at state {state}");
         eventually(&what, async || {
             let found = self.backend_key(domid, devid, "state").await;
-            if found.as_deref() == Some(state) { Some(()) } else { None }
+            if found.as_deref() == Some(state) {
+                Some(())
+            } else {
+                None
+            }
         })
         .await;
     }
 
     /// The device's `error` node, as soon as there is one.
-    pub async fn error(&self, domid: u16, devid: u32) -> String {
+    pub(crate) async fn error(&self, domid: u16, devid: u32) -> String {
         let node = error_node(domid, devid);
         eventually(&node, async || self.read(&node).await).await
     }
 
     /// Waits until nothing of domain `domid` is mapped and no port is bound to it.
-    pub async fn nothing_held(&self, domid: u16) {
-        eventually("nothing mapped or bound", async || (!holds(&self.xen.snapshot(), domid)).then_some(())).await;
+    pub(crate) async fn nothing_held(&self, domid: u16) {
+        eventually("nothing mapped or bound", async || {
+            (!holds(&self.xen.snapshot(), domid)).then_some(())
+        })
+        .await;
     }
 
     /// Asserts that nothing of domain `domid` is mapped and no port is bound to it, now.
-    pub fn assert_nothing_held(&self, domid: u16) {
+    pub(crate) fn assert_nothing_held(&self, domid: u16) {
         let snapshot = self.xen.snapshot();
         assert!(!holds(&snapshot, domid), "{snapshot:?}");
     }
 
     /// Asks the supervisor on its control socket.
-    pub async fn ask(&self, request: Request) -> Response {
+    pub(crate) async fn ask(&self, request: Request) -> Response {
         let path = self.path("control");
-        tokio::task::spawn_blocking(move || control::ask(&path, request)).await.unwrap().unwrap()
+        tokio::task::spawn_blocking(move || control::ask(&path, request))
+            .await
+            .unwrap()
+            .unwrap()
     }
 
     /// One disk as `status` shows it.
-    pub async fn status(&self, domid: u16, devid: u32) -> Option<DiskStatus> {
-        let Response::Status(status) = self.ask(Request::Status {}).await else { panic!("not a status") };
-        status.disks.into_iter().find(|disk| disk.domid == domid && disk.devid == devid)
+    pub(crate) async fn status(&self, domid: u16, devid: u32) -> Option<DiskStatus> {
+        let Response::Status(status) = self.ask(Request::Status {}).await else {
+            panic!("not a status")
+        };
+        status
+            .disks
+            .into_iter()
+            .find(|disk| disk.domid == domid && disk.devid == devid)
     }
 }
 
@@ -213,20 +255,20 @@ fn holds(snapshot: &Snapshot, domid: u16) -> bool {
     snapshot.mappings.keys().any(|dom| dom.0 == domid) || snapshot.ports.iter().any(bound)
 }
 
-pub fn frontend(domid: u16, devid: u32) -> String {
+pub(crate) fn frontend(domid: u16, devid: u32) -> String {
     format!("/local/domain/{domid}/device/vbd/{devid}")
 }
 
-pub fn backend(domid: u16, devid: u32) -> String {
+pub(crate) fn backend(domid: u16, devid: u32) -> String {
     format!("/local/domain/0/backend/vbd/{domid}/{devid}")
 }
 
-pub fn error_node(domid: u16, devid: u32) -> String {
+pub(crate) fn error_node(domid: u16, devid: u32) -> String {
     format!("/local/domain/0/error/backend/vbd/{domid}/{devid}/error")
 }
 
 /// Looks until `look` finds something.
-pub async fn eventually<T>(what: &str, look: impl AsyncFn() -> Option<T>) -> T {
+pub(crate) async fn eventually<T>(what: &str, look: impl AsyncFn() -> Option<T>) -> T {
     let found = async {
         loop {
             if let Some(found) = look().await {
@@ -239,6 +281,8 @@ pub async fn eventually<T>(what: &str, look: impl AsyncFn() -> Option<T>) -> T {
 }
 
 /// Gives up on `future` only when it is certain to be stuck.
-pub async fn bounded<T>(what: &str, future: impl Future<Output = T>) -> T {
-    tokio::time::timeout(PATIENCE, future).await.unwrap_or_else(|_| panic!("waited too long for: {what}"))
+pub(crate) async fn bounded<T>(what: &str, future: impl Future<Output = T>) -> T {
+    tokio::time::timeout(PATIENCE, future)
+        .await
+        .unwrap_or_else(|_| panic!("waited too long for: {what}"))
 }
