@@ -13,7 +13,7 @@ use super::ring::{FETCH_LEN, Owned, RingService};
 use crate::message::{Attach, HostKind};
 use crate::plan::Rules;
 use crate::stats::{self, Writer};
-use crate::target::serve;
+use crate::target::serve::{self, Target};
 
 /// What an attach needs besides the message.
 #[derive(Clone, Copy, Debug)]
@@ -66,20 +66,7 @@ pub(super) fn attach(
             message.ring_refs
         )
     })?;
-    let (target_dev, target_ino) = target.identity();
-    let identity = JournalIdentity {
-        boot_id: around.boot_id,
-        domain_uuid: [0; 16],
-        domid: u32::from(message.domid),
-        devid: message.devid,
-        queue: message.queue,
-        ring_refs: message.ring_refs.clone(),
-        port: message.event_channel,
-        max_indirect_segments: message.max_indirect_segments,
-        incarnation: message.incarnation,
-        target_dev,
-        target_ino,
-    };
+    let identity = identity(message, around, &*target);
     let back = BackRing::attach(mapping, abi, pages, journal, &identity)
         .map_err(|error| format!("the ring can't be served: {error}"))?;
     let port = events
@@ -111,6 +98,24 @@ pub(super) fn attach(
         rules,
         stats,
     }))
+}
+
+fn identity(message: &Attach, around: Surroundings, target: &dyn Target) -> JournalIdentity {
+    let (target_dev, target_ino) = target.identity();
+    JournalIdentity {
+        boot_id: around.boot_id,
+        // The supervisor doesn't say; a journal is replayed by nobody yet.
+        domain_uuid: [0; 16],
+        domid: u32::from(message.domid),
+        devid: message.devid,
+        queue: message.queue,
+        ring_refs: message.ring_refs.clone(),
+        port: message.event_channel,
+        max_indirect_segments: message.max_indirect_segments,
+        incarnation: message.incarnation,
+        target_dev,
+        target_ino,
+    }
 }
 
 type Devices = (Box<dyn GrantTable>, Box<dyn EventChannels>);

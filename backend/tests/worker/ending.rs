@@ -3,13 +3,14 @@
 
 use std::time::Duration;
 
+use xenblk_grants::fake::{PortInfo, PortState};
 use xenblk_ring::RwOp;
-use xenblkd::channel::Message;
+use xenblkd::channel::{Message, RecvError};
 use xenblkd::message::{Command, Report, VERSION};
 use xenblkd::target::script::OpKind;
 
 use crate::service::Scripted;
-use crate::world::{ERROR, LIMIT, OKAY, Terms, World, disk};
+use crate::world::{ERROR, LIMIT, OKAY, Terms, WORKER_PROCESS, World, disk};
 
 #[test]
 fn requests_that_were_there_before_the_ring_was_attached_are_served() {
@@ -227,4 +228,68 @@ fn a_worker_refuses_a_supervisor_of_another_version() {
         problem.contains(&format!("expected {VERSION}")),
         "{problem}"
     );
+}
+
+/// Not a test of its own: what [`World::in_a_process`] runs.
+#[test]
+fn a_worker_process() {
+    if std::env::var_os(WORKER_PROCESS).is_some() {
+        let channel = xenblkd::channel::inherited().unwrap();
+        let code = xenblkd::worker::main(channel);
+        std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS));
+    }
+}
+
+#[test]
+fn a_worker_process_serves_and_ends_like_a_thread() {
+    let mut world = World::in_a_process();
+    let mut front = world.attach(&disk("memory:1M"), &Terms::default());
+    assert_eq!(front.write(8, 5), OKAY);
+    assert_eq!(front.read(8).unwrap(), [5; 4096]);
+    world.detach(front);
+    world.command(Command::Shutdown);
+    world.join().unwrap();
+}
+
+#[test]
+fn a_killed_worker_holds_nothing_and_its_successor_serves_the_disk() {
+    let script = Scripted::new();
+    let mut world = World::in_a_process();
+    let mut front = world.attach(&script.target, &Terms::default());
+    let page = front.filled(7);
+    let request = front.rw(RwOp::Write, 8, &[page.whole()]);
+    front.push(&request);
+    front.kick();
+    let op = script.next();
+    assert!(!script.target.fence_free(0).unwrap());
+    world.kill();
+    assert!(world.join().is_err());
+    // It was never performed, and can't be any more: nobody hears this.
+    let _ = op.go();
+    // The kernel lets go of what an io_uring held only some time after its process has ended.
+    let left = || {
+        let ports = world.xen.snapshot().ports;
+        let bound = |port: &PortInfo| matches!(port.state, PortState::Interdomain { .. });
+        world.mapped() > 0 || ports.iter().any(bound) || !script.target.fence_free(0).unwrap()
+    };
+    while left() {
+        std::thread::yield_now();
+    }
+    assert!(matches!(
+        world.supervisor.as_ref().unwrap().try_recv(),
+        Err(RecvError::Closed)
+    ));
+    front.take_back(page);
+    front.assert_gone();
+
+    let world = World::in_a_process();
+    let mut front = world.attach(&script.target, &Terms::default());
+    let page = front.page(false);
+    let request = front.rw(RwOp::Read, 8, &[page.whole()]);
+    let id = front.push(&request);
+    front.kick();
+    script.next_is(OpKind::Read, 8 * 512).go().unwrap();
+    assert_eq!(front.settle()[&id], OKAY);
+    assert_eq!(front.bytes(page), [0; 4096]);
+    world.detach(front);
 }

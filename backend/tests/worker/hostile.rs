@@ -87,38 +87,55 @@ fn one_grant_in_several_requests_at_once() {
     world.detach(front);
 }
 
+/// Stops the rewriting thread even when the test fails.
+struct Stop<'a>(&'a AtomicBool);
+
+impl Drop for Stop<'_> {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+}
+
 #[test]
 fn a_slot_rewritten_while_it_is_taken_in_is_one_request_or_the_other() {
     let (world, mut front) = world();
-    let page = front.filled(4);
+    assert_eq!(front.write(0, 0xaa), OKAY);
+    let page = front.page(false);
     let words = front.ring.words().clone();
     let stop = AtomicBool::new(false);
     std::thread::scope(|scope| {
         scope.spawn(|| {
-            // The first words of slots 0 to 3: operation and count, flipping between a read of one
-            // segment and rubbish.
-            let mut turn = 0u32;
+            // Words that the response doesn't overlap: the sector's upper half and the segment's
+            // sectors, each right or impossible.
+            let mut turn = 0usize;
             while !stop.load(Ordering::Relaxed) {
-                let word = if turn.is_multiple_of(2) {
-                    0x0000_0100
-                } else {
-                    0xffff_ff00
-                };
-                for slot in 0..4 {
-                    words.store(16 + slot * 28, word);
+                for slot in 0..32 {
+                    words.store(
+                        16 + slot * 28 + 5,
+                        if turn.is_multiple_of(2) { 0 } else { u32::MAX },
+                    );
+                    let sectors = [0x0000, 0x0003, 0xff00, 0x0700];
+                    words.store(16 + slot * 28 + 7, sectors[turn / 2 % 4]);
                 }
                 turn += 1;
             }
         });
-        for _ in 0..500 {
+        let _stop = Stop(&stop);
+        for _ in 0..1000 {
             let request = front.rw(RwOp::Read, 0, &[page.part(0, 0)]);
             let id = front.push(&request);
             front.kick();
-            // The page is read-only to the backend: either answer is an error, and there is one.
-            assert_eq!(front.settle()[&id], ERROR);
+            let status = front.settle()[&id];
+            assert!(status == OKAY || status == ERROR, "{status}");
         }
-        stop.store(true, Ordering::Relaxed);
     });
+    assert!(
+        front
+            .bytes(page)
+            .iter()
+            .all(|byte| *byte == 0 || *byte == 0xaa)
+    );
+    front.take_back(page);
     world.detach(front);
 }
 

@@ -3,6 +3,7 @@
 
 use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
+use std::process::{Child, Command as Process, Stdio};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -14,13 +15,15 @@ use xenblk_ring::{
     RawSlot, Request, Response, RwOp, RwRequest, Segment, WriteData, encode_indirect_page,
     journal_bytes,
 };
-use xenblkd::channel::{Message, SupervisorEnd, thread_pair};
+use xenblkd::channel::{Message, SupervisorEnd, process_pair, thread_pair};
 use xenblkd::message::{Attach, Command, HostKind, Report, RingId, VERSION};
 use xenblkd::stats::{self, Reader, Snapshot};
 use xenblkd::target::{OpenMode, OpenedTarget, TargetSpec, open};
 
 /// How long anything may take before a test fails; nothing is measured with it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
+/// Set in a worker's process.
+pub(crate) const WORKER_PROCESS: &str = "XENBLKD_TEST_WORKER";
 pub(crate) const GUEST: DomId = DomId(5);
 const BACKEND: DomId = DomId(0);
 
@@ -33,13 +36,19 @@ pub(crate) fn readable(fd: impl AsFd, limit: Duration) -> bool {
     poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit)).unwrap() > 0
 }
 
+/// Where the worker runs.
+enum Worker {
+    Thread(JoinHandle<Result<(), String>>),
+    Process(Child),
+}
+
 pub(crate) struct World {
     pub(crate) xen: FakeXen,
     host: FakeHost,
     pub(crate) guest: FakeDomain,
     /// `None` once the supervisor is dead.
     pub(crate) supervisor: Option<SupervisorEnd>,
-    worker: Option<JoinHandle<Result<(), String>>>,
+    worker: Option<Worker>,
     next_ring: std::cell::Cell<u64>,
 }
 
@@ -74,11 +83,29 @@ pub(crate) fn disk(spec: &str) -> OpenedTarget {
 
 impl World {
     pub(crate) fn new() -> Self {
+        let (supervisor, end) = thread_pair().unwrap();
+        let worker = std::thread::spawn(move || xenblkd::worker::run(end));
+        Self::around(supervisor, Worker::Thread(worker))
+    }
+
+    /// The worker is another process: this executable, which then runs
+    /// [`a_worker_process`](crate::ending::a_worker_process) only.
+    pub(crate) fn in_a_process() -> Self {
+        let (supervisor, end) = process_pair().unwrap();
+        let child = Process::new(std::env::current_exe().unwrap())
+            .args(["--exact", "ending::a_worker_process", "--nocapture"])
+            .env(WORKER_PROCESS, "1")
+            .stdin(Stdio::from(end))
+            .stdout(Stdio::null())
+            .spawn()
+            .unwrap();
+        Self::around(supervisor, Worker::Process(child))
+    }
+
+    fn around(supervisor: SupervisorEnd, worker: Worker) -> Self {
         let xen = FakeXen::start().unwrap();
         let host = xen.host().unwrap();
         let guest = xen.domain(GUEST, 8192).unwrap();
-        let (supervisor, end) = thread_pair().unwrap();
-        let worker = std::thread::spawn(move || xenblkd::worker::run(end));
         let next_ring = std::cell::Cell::new(1);
         let (supervisor, worker) = (Some(supervisor), Some(worker));
         let world = Self {
@@ -95,6 +122,14 @@ impl World {
         });
         assert!(matches!(world.report(), Report::Ready { version: VERSION }));
         world
+    }
+
+    /// Ends the worker's process as a crash does.
+    pub(crate) fn kill(&mut self) {
+        match &mut self.worker {
+            Some(Worker::Process(child)) => child.kill().unwrap(),
+            _ => panic!("not a process"),
+        }
     }
 
     pub(crate) fn command(&self, command: impl Into<Message<Command>>) {
@@ -120,7 +155,17 @@ impl World {
 
     /// What the worker returned.
     pub(crate) fn join(&mut self) -> Result<(), String> {
-        self.worker.take().unwrap().join().unwrap()
+        match self.worker.take().unwrap() {
+            Worker::Thread(thread) => thread.join().unwrap(),
+            Worker::Process(mut child) => {
+                let status = child.wait().unwrap();
+                if status.success() {
+                    Ok(())
+                } else {
+                    Err(status.to_string())
+                }
+            }
+        }
     }
 
     /// A frontend's ring and the message that hands it to a worker.
@@ -210,11 +255,12 @@ impl World {
 impl Drop for World {
     fn drop(&mut self) {
         self.supervisor = None;
-        if let Some(worker) = self.worker.take() {
-            let result = worker.join();
-            if !std::thread::panicking() {
-                result.unwrap().unwrap();
+        if std::thread::panicking() {
+            if let Some(Worker::Process(child)) = &mut self.worker {
+                let _ = child.kill();
             }
+        } else if self.worker.is_some() {
+            self.join().unwrap();
         }
     }
 }
