@@ -1,5 +1,6 @@
 //! The client: one connection to a xenstored, shared by any number of callers.
 
+use std::fs::File;
 use std::path::Path;
 use std::sync::Arc;
 
@@ -10,6 +11,7 @@ use crate::error::{Error, escape};
 use crate::events::{Events, Shared};
 use crate::permission::Permission;
 use crate::pump::{Answer, Command, Effect, Pump, Undo, transaction_id};
+use crate::transport::Transport;
 use crate::wire::{MAX_ABSOLUTE_PATH, MAX_REQUEST, Op};
 
 /// Requests in flight on one connection; more callers wait their turn.
@@ -45,20 +47,31 @@ pub struct Client {
 type Receiver = oneshot::Receiver<Result<Answer, Error>>;
 
 impl Client {
-    /// Connects to the daemon's socket, usually `/run/xenstored/socket`.
+    /// Connects to the daemon's socket, usually `/run/xenstored/socket`, or to the kernel's device,
+    /// `/dev/xen/xenbus`: what `path` leads to decides.
     pub async fn connect(path: impl AsRef<Path>) -> Result<(Self, Events), Error> {
-        let stream = UnixStream::connect(path)
-            .await
-            .map_err(|error| Error::connect(&error))?;
-        Ok(Self::from_stream(stream))
+        let transport = Transport::connect(path.as_ref()).await;
+        Ok(Self::start(
+            transport.map_err(|error| Error::connect(&error))?,
+        ))
     }
 
     /// Speaks the protocol over a connected stream. Needs a tokio runtime, on which the pump runs.
     #[must_use]
     pub fn from_stream(stream: UnixStream) -> (Self, Events) {
+        Self::start(Transport::Socket(stream))
+    }
+
+    /// Speaks to an open xenbus device, which must be non-blocking. Needs a tokio runtime.
+    pub fn from_device(device: File) -> Result<(Self, Events), Error> {
+        let transport = Transport::device(device).map_err(|error| Error::connect(&error))?;
+        Ok(Self::start(transport))
+    }
+
+    fn start(transport: Transport) -> (Self, Events) {
         let (commands, receiver) = mpsc::unbounded_channel();
         let shared = Arc::new(Shared::default());
-        let pump = Pump::new(stream, Arc::clone(&shared), commands.downgrade());
+        let pump = Pump::new(transport, Arc::clone(&shared), commands.downgrade());
         tokio::spawn(pump.run(receiver));
         let in_flight = Arc::new(Semaphore::new(MAX_IN_FLIGHT));
         (
@@ -216,7 +229,8 @@ impl Client {
         self.answer(receiver).await.map(drop)
     }
 
-    /// Removes every watch and transaction this connection has on the server. Events that still come
+    /// Removes every watch and transaction this connection has on the server; over the kernel's device,
+    /// which others share, [`Error::NotSupported`]. Events that still come
     /// from before are delivered.
     pub async fn reset_watches(&self) -> Result<(), Error> {
         self.call(Op::RESET_WATCHES, Tx::NONE, vec![0])

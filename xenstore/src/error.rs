@@ -66,6 +66,22 @@ impl Error {
         }
     }
 
+    /// From the error of a write to the xenbus device.
+    pub(crate) fn from_errno(error: &io::Error) -> Self {
+        // Of the numbers that are the same on every Linux (asm-generic/errno-base.h).
+        match error.raw_os_error() {
+            Some(2) => Self::NoEntry,
+            Some(11) => Self::Again,
+            Some(1 | 13) => Self::Access,
+            Some(7) => Self::TooBig,
+            Some(17) => Self::Exists,
+            Some(22) => Self::Invalid,
+            Some(28) => Self::Quota,
+            Some(38) => Self::NotSupported,
+            _ => Self::Os(error.to_string()),
+        }
+    }
+
     pub(crate) fn connect(error: &io::Error) -> Self {
         Self::Connect(error.to_string())
     }

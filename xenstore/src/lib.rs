@@ -25,6 +25,7 @@ mod events;
 pub mod fake;
 mod permission;
 mod pump;
+mod transport;
 pub mod vbd;
 pub mod wire;
 pub mod xenbus;

@@ -1,17 +1,16 @@
-//! The task that owns the socket. It always reads, whatever its users do, so a slow watch handler
+//! The task that owns the connection. It always reads, whatever its users do, so a slow watch handler
 //! can't block a reply; it ends when the server goes, when every [`Client`](crate::Client) is dropped,
 //! or at the first answer that makes no sense, and then every pending call fails at once.
 
 use std::collections::HashMap;
+use std::io;
 use std::sync::Arc;
 
-use tokio::io::{AsyncReadExt, AsyncWriteExt};
-use tokio::net::UnixStream;
-use tokio::net::unix::{OwnedReadHalf, OwnedWriteHalf};
 use tokio::sync::{OwnedSemaphorePermit, mpsc, oneshot};
 
 use crate::error::{Error, escape};
 use crate::events::Shared;
+use crate::transport::Transport;
 use crate::wire::{MAX_REPLY, Op, Packet, Parser};
 
 /// Stop taking commands while this many bytes wait for the server.
@@ -110,8 +109,7 @@ struct Pending {
 }
 
 pub(crate) struct Pump {
-    reader: OwnedReadHalf,
-    writer: OwnedWriteHalf,
+    transport: Transport,
     unsent: Vec<u8>,
     parser: Parser,
     pending: HashMap<u32, Pending>,
@@ -123,14 +121,12 @@ pub(crate) struct Pump {
 
 impl Pump {
     pub(crate) fn new(
-        stream: UnixStream,
+        transport: Transport,
         events: Arc<Shared>,
         undo: mpsc::WeakUnboundedSender<Command>,
     ) -> Self {
-        let (reader, writer) = stream.into_split();
         Self {
-            reader,
-            writer,
+            transport,
             unsent: Vec::new(),
             parser: Parser::new(MAX_REPLY),
             pending: HashMap::new(),
@@ -153,7 +149,7 @@ impl Pump {
         let mut chunk = vec![0; 16 * 1024];
         loop {
             tokio::select! {
-                read = self.reader.read(&mut chunk) => match read {
+                read = self.transport.read(&mut chunk) => match read {
                     Ok(0) => return "closed by xenstored".to_owned(),
                     Ok(count) => {
                         let bytes = chunk.get(..count).unwrap_or_default();
@@ -163,9 +159,10 @@ impl Pump {
                     }
                     Err(error) => return error.to_string(),
                 },
-                written = self.writer.write(&self.unsent), if !self.unsent.is_empty() => match written {
+                written = self.transport.write(&self.unsent), if !self.unsent.is_empty() => match written {
                     Ok(0) => return "xenstored accepts no more bytes".to_owned(),
                     Ok(count) => drop(self.unsent.drain(..count.min(self.unsent.len()))),
+                    Err(error) if self.transport.is_device() => self.refused(&error),
                     Err(error) => return error.to_string(),
                 },
                 command = commands.recv(), if self.unsent.len() < MAX_UNSENT => match command {
@@ -185,6 +182,13 @@ impl Pump {
             reply,
             permit,
         } = command;
+        // Through the device it would reset the watches of the kernel's own drivers.
+        if op == Op::RESET_WATCHES && self.transport.is_device() {
+            if let Some(reply) = reply {
+                let _ = reply.send(Err(Error::NotSupported));
+            }
+            return;
+        }
         // An id still in use is possible only after 2^32 requests; in flight are a few dozen.
         loop {
             self.last_request = self.last_request.wrapping_add(1);
@@ -223,6 +227,27 @@ impl Pump {
         );
     }
 
+    /// The device refused the first of the unsent packets: a watch it could not register (there the
+    /// kernel answers by the error of the write), or something it can't carry.
+    fn refused(&mut self, error: &io::Error) {
+        let first = Packet::length(&self.unsent).min(self.unsent.len());
+        let packet: Vec<u8> = self.unsent.drain(..first).collect();
+        let pending = Packet::request_of(&packet).and_then(|request| self.pending.remove(&request));
+        if let Some(pending) = pending {
+            self.fail(pending, Error::from_errno(error));
+        }
+    }
+
+    fn fail(&self, pending: Pending, error: Error) {
+        // EEXIST: the earlier registration stays.
+        if let (Effect::Watch(path, token), false) = (&pending.effect, error == Error::Exists) {
+            self.events.remove_watch(path, token);
+        }
+        if let Some(reply) = pending.reply {
+            let _ = reply.send(Err(error));
+        }
+    }
+
     fn receive(&mut self, mut bytes: &[u8]) -> Result<(), String> {
         while let Some(packet) = self.parser.advance(&mut bytes).map_err(|e| e.to_string())? {
             if packet.op == Op::WATCH_EVENT {
@@ -253,24 +278,20 @@ impl Pump {
                 packet.request
             ));
         };
-        let answer = if packet.op == Op::ERROR {
-            let error = Error::from_wire(&packet.payload);
-            // EEXIST: the earlier registration stays.
-            if let (Effect::Watch(path, token), false) = (&pending.effect, error == Error::Exists) {
-                self.events.remove_watch(path, token);
-            }
-            Err(error)
-        } else if packet.op == pending.op {
-            Ok(self.succeed(packet.payload, pending.effect))
-        } else {
+        if packet.op == Op::ERROR {
+            self.fail(pending, Error::from_wire(&packet.payload));
+            return Ok(());
+        }
+        if packet.op != pending.op {
             return Err(format!(
                 "request of type {} answered by {}",
                 pending.op.0, packet.op.0
             ));
-        };
+        }
+        let answer = self.succeed(packet.payload, pending.effect);
         if let Some(reply) = pending.reply {
             // A cancelled caller: the answer is dropped here, and with it goes its undo.
-            let _ = reply.send(answer);
+            let _ = reply.send(Ok(answer));
         }
         Ok(())
     }

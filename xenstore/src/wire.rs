@@ -54,6 +54,17 @@ pub struct Packet {
 }
 
 impl Packet {
+    /// Bytes of the packet at the front of `bytes`; all of them if its header is not complete.
+    pub(crate) fn length(bytes: &[u8]) -> usize {
+        let length = words(bytes).and_then(|(.., length)| usize::try_from(length).ok());
+        length.map_or(bytes.len(), |length| length.saturating_add(HEADER_BYTES))
+    }
+
+    /// The request number of the packet at the front of `bytes`.
+    pub(crate) fn request_of(bytes: &[u8]) -> Option<u32> {
+        words(bytes).map(|(_, request, ..)| request)
+    }
+
     /// Appends header and payload to `out`; a payload beyond [`MAX_REPLY`] is refused.
     pub fn encode(&self, out: &mut Vec<u8>) -> Result<(), Malformed> {
         let length = u32::try_from(self.payload.len()).unwrap_or(u32::MAX);
