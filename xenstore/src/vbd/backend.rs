@@ -19,9 +19,17 @@ pub struct BackendKeys {
     pub cdrom: bool,
     /// `removable` is 1.
     pub removable: bool,
+    /// `script`: what the toolstack runs to set the disk up, its file name only.
+    pub script: Option<String>,
+    /// `hotplug-status`: what the script has said; `connected` when it is done.
+    pub hotplug_status: Option<String>,
+    /// `physical-device`: the block device a script has set up, major and minor.
+    pub physical_device: Option<(u32, u32)>,
+    /// `physical-device-path`: where that device, or a plain file, is.
+    pub physical_device_path: Option<String>,
 }
 
-const KEYS: [&str; 7] = [
+const KEYS: [&str; 11] = [
     "frontend",
     "frontend-id",
     "params",
@@ -29,6 +37,10 @@ const KEYS: [&str; 7] = [
     "discard-enable",
     "device-type",
     "removable",
+    "script",
+    "hotplug-status",
+    "physical-device",
+    "physical-device-path",
 ];
 
 /// Reads the backend directory, each key once.
@@ -40,12 +52,12 @@ pub async fn read_backend(
     let paths = KEYS.map(|key| path.key(key));
     let values = client.read_many(tx, &paths).await?;
     // read_many answers one value for each path.
-    let values = <[_; 7]>::try_from(values)
+    let values = <[_; KEYS.len()]>::try_from(values)
         .map_err(|_| crate::Error::Malformed("as many values as keys expected"))?;
     Ok(parse(path.domid, values)?)
 }
 
-fn parse(domid: u16, values: [Option<Vec<u8>>; 7]) -> Result<BackendKeys, KeyError> {
+fn parse(domid: u16, values: [Option<Vec<u8>>; KEYS.len()]) -> Result<BackendKeys, KeyError> {
     let [
         frontend,
         frontend_id,
@@ -54,6 +66,10 @@ fn parse(domid: u16, values: [Option<Vec<u8>>; 7]) -> Result<BackendKeys, KeyErr
         discard,
         device_type,
         removable,
+        script,
+        hotplug_status,
+        physical_device,
+        physical_device_path,
     ] = values.map(|value| value.filter(|value| !value.is_empty()));
     let expected_id = Some(u32::from(domid));
     if frontend_id.as_deref().and_then(decimal) != expected_id {
@@ -81,7 +97,36 @@ fn parse(domid: u16, values: [Option<Vec<u8>>; 7]) -> Result<BackendKeys, KeyErr
         discard_enable: flag("discard-enable", discard.as_deref(), true)?,
         cdrom: device_type.as_deref() == Some(b"cdrom"),
         removable: flag("removable", removable.as_deref(), false)?,
+        script: text("script", script)?.map(file_name),
+        hotplug_status: text("hotplug-status", hotplug_status)?,
+        physical_device: physical_device
+            .map(|value| {
+                device_number(&value).ok_or_else(|| {
+                    let expected = "major:minor in hexadecimal";
+                    KeyError::new("physical-device", Some(&value), expected)
+                })
+            })
+            .transpose()?,
+        physical_device_path: text("physical-device-path", physical_device_path)?,
     })
+}
+
+/// libxl writes the whole path, others may not.
+fn file_name(path: String) -> String {
+    match path.rsplit_once('/') {
+        Some((_, name)) => name.to_owned(),
+        None => path,
+    }
+}
+
+/// `major:minor`, each of 1 to 8 hexadecimal digits, as the hotplug scripts take them from stat(1).
+fn device_number(value: &[u8]) -> Option<(u32, u32)> {
+    let (major, minor) = str::from_utf8(value).ok()?.split_once(':')?;
+    let number = |digits: &str| {
+        let hexadecimal = digits.bytes().all(|byte| byte.is_ascii_hexdigit());
+        u32::from_str_radix(digits, 16).ok().filter(|_| hexadecimal)
+    };
+    Some((number(major)?, number(minor)?))
 }
 
 fn text(key: &str, value: Option<Vec<u8>>) -> Result<Option<String>, KeyError> {
@@ -115,6 +160,10 @@ mod tests {
             "1",
             "disk",
             "0",
+            "/etc/xen/scripts/block",
+            "connected",
+            "fe:0",
+            "/dev/vdd",
         ];
         let mut values = libxl.map(|value| Some(value.as_bytes().to_vec()));
         for (key, value) in changes {
@@ -133,6 +182,10 @@ mod tests {
             discard_enable: true,
             cdrom: false,
             removable: false,
+            script: Some("block".to_owned()),
+            hotplug_status: Some("connected".to_owned()),
+            physical_device: Some((0xfe, 0)),
+            physical_device_path: Some("/dev/vdd".to_owned()),
         };
         assert_eq!(parsed(&[]), Ok(keys.clone()));
         assert_eq!(
@@ -141,6 +194,12 @@ mod tests {
         );
         let cd = parsed(&[("params", ""), ("mode", "r"), ("device-type", "cdrom")]).unwrap();
         assert_eq!((cd.params, cd.readonly, cd.cdrom), (None, true, true));
+        let fresh = ["hotplug-status", "physical-device", "physical-device-path"];
+        let fresh = parsed(&fresh.map(|key| (key, "-"))).unwrap();
+        assert_eq!((fresh.hotplug_status, fresh.physical_device), (None, None));
+        let script = |path| parsed(&[("script", path)]).unwrap().script;
+        assert_eq!(script("block-xenblkd").as_deref(), Some("block-xenblkd"));
+        assert_eq!(script("-"), None);
         assert!(
             !parsed(&[("mode", "w!"), ("discard-enable", "0")])
                 .unwrap()
@@ -171,6 +230,16 @@ mod tests {
                 "discard-enable",
                 "yes",
                 "discard-enable is \"yes\", expected 0 or 1",
+            ),
+            (
+                "physical-device",
+                "fe:+1",
+                "physical-device is \"fe:+1\", expected major:minor in hexadecimal",
+            ),
+            (
+                "physical-device",
+                "fe00",
+                "physical-device is \"fe00\", expected major:minor in hexadecimal",
             ),
         ] {
             assert_eq!(parsed(&[(key, value)]), Err(message.to_owned()));

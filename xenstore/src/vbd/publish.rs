@@ -186,6 +186,23 @@ pub async fn report_error(client: &Client, path: &BackendPath, text: &str) -> Re
     client.write(Tx::NONE, &path.error_key(), text).await
 }
 
+/// Leaves the reason where the toolstack shows it to whoever attaches the disk: `hotplug-error` in the
+/// backend directory. Nothing is written if the directory is gone, which would bring it back.
+pub async fn report_hotplug_error(
+    client: &Client,
+    path: &BackendPath,
+    text: &str,
+) -> Result<(), Error> {
+    client
+        .transact(async |client: Client, tx| {
+            if read_believed(&client, tx, path).await?.is_none() {
+                return Ok(());
+            }
+            client.write(tx, &path.key("hotplug-error"), text).await
+        })
+        .await
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

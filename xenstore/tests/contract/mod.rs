@@ -429,6 +429,11 @@ async fn device(socket: &Path, client: &Client) {
 
     frontend(&other, client).await;
 
+    let report = async |text| vbd::report_hotplug_error(client, &DEVICE, text).await;
+    assert_eq!(report("no such file").await, Ok(()));
+    let told = other.read(Tx::NONE, &DEVICE.key("hotplug-error")).await;
+    assert_eq!(told, Ok(b"no such file".to_vec()));
+
     // The toolstack takes the device away first: the late write changes nothing.
     write_all(&other, &directory, &[("online", "0"), ("state", "5")]).await;
     let believed = Believed {
@@ -444,6 +449,7 @@ async fn device(socket: &Path, client: &Client) {
     other.rm(Tx::NONE, &directory).await.expect("rm");
     let outcome = vbd::publish(client, &DEVICE, now, &[], State::Closed).await;
     assert_eq!(outcome, Ok(Outcome::Gone));
+    assert_eq!(report("too late").await, Ok(()));
     assert_eq!(
         client.read(Tx::NONE, &DEVICE.key("state")).await,
         Err(Error::NoEntry)
