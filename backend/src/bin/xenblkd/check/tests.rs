@@ -164,7 +164,7 @@ fn each_lack_is_found() {
             "xenstore",
             |h| h.remove("run/xenstored/socket"),
             Verdict::Missing,
-            "/dev/xen/xenbus",
+            "/run/xenstored/socket does not exist",
         ),
         (
             "backend/vbd",
