@@ -4,14 +4,12 @@
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use tokio::sync::{Notify, watch};
+use tokio::sync::watch;
 use tracing::{Instrument, debug, info, info_span, warn};
 use xenblk_xenstore::vbd::{
-    self, BackendKeys, BackendPath, Believed, DeviceProperties, DiscardProperties, KeyError,
-    ReadError,
+    self, BackendKeys, BackendPath, Believed, DeviceProperties, DiscardProperties, ReadError,
 };
 use xenblk_xenstore::xenbus::{self, Action, Situation, State, Target};
 use xenblk_xenstore::{Client, Error, Tx};
@@ -21,6 +19,7 @@ use super::connection::{Change, Connection, RingSetup, await_fences};
 use super::disk::Disk;
 use super::guest_log::GuestLog;
 use super::host::Host;
+use super::view::{Look, Session, View, Wake};
 use super::workers::Workers;
 use super::{Limits, MAX_WORKERS};
 use crate::control::DiskStatus;
@@ -31,41 +30,6 @@ const GRACE: Duration = Duration::from_secs(1);
 
 /// When a turn that XenStore refused is taken again.
 const RETRY: Duration = Duration::from_millis(500);
-
-/// A connection to XenStore. The generation tells apart what was registered on which.
-#[derive(Clone, Debug)]
-pub(super) struct Session {
-    pub(super) client: Client,
-    pub(super) generation: u64,
-}
-
-/// How a device's task is woken; wakes between two looks count once.
-#[derive(Debug, Default)]
-pub(super) struct Wake {
-    notify: Notify,
-    pending: AtomicBool,
-    /// A domain has died since the task last looked; maybe this device's.
-    released: AtomicBool,
-}
-
-impl Wake {
-    /// Something the device depends on may have changed.
-    pub(super) fn look(&self) {
-        self.pending.store(true, Ordering::Relaxed);
-        self.notify.notify_one();
-    }
-
-    /// Some domain has died.
-    pub(super) fn domain_released(&self) {
-        self.released.store(true, Ordering::Relaxed);
-        self.look();
-    }
-
-    /// Woken since the task last began to look.
-    pub(super) fn is_pending(&self) -> bool {
-        self.pending.load(Ordering::Relaxed)
-    }
-}
 
 /// What all device tasks have in common.
 #[derive(Clone, Debug)]
@@ -85,7 +49,7 @@ pub(super) struct Common {
 #[derive(Debug)]
 struct Trouble {
     reason: String,
-    /// The frontend's state at that time: when it changes, the device gets another chance.
+    /// The frontend's state at that time: when it moves on, the device gets another chance.
     theirs: Option<State>,
     /// The `error` node says so.
     posted: bool,
@@ -99,9 +63,8 @@ pub(super) struct Device {
     /// What the frontend was offered last.
     limits: Limits,
     wake: Arc<Wake>,
-    /// The watched frontend node, with the session it is watched on.
-    watched: Option<(u64, String)>,
-    /// The backend directory's keys when they were last usable.
+    view: View,
+    /// What the toolstack wants, as last seen.
     keys: Option<BackendKeys>,
     theirs: Option<State>,
     disk: Disk,
@@ -109,20 +72,11 @@ pub(super) struct Device {
     trouble: Option<Trouble>,
     /// For the `error` node, of a device that goes on all the same.
     notice: Option<String>,
-    /// The domain is gone for good.
-    dead: bool,
     /// Whether workers of an earlier supervisor may still have I/O under way; unknown before the first look.
     predecessor: Option<bool>,
     /// Until when InitWait is held back.
     held: Option<Instant>,
     log: GuestLog,
-}
-
-/// What the store says now.
-#[derive(Debug)]
-struct Look {
-    ours: Believed,
-    keys: BackendKeys,
 }
 
 /// What a turn came to.
@@ -136,16 +90,6 @@ enum Turn {
     Gone,
 }
 
-/// The token of a device's frontend watch.
-pub(super) fn frontend_token(path: &BackendPath) -> String {
-    format!("frontend of {path}")
-}
-
-/// The device whose frontend watch has `token`.
-pub(super) fn device_of_token(token: &str) -> Option<BackendPath> {
-    BackendPath::parse(token.strip_prefix("frontend of ")?).map(|(path, _)| path)
-}
-
 impl Device {
     pub(super) fn new(path: BackendPath, common: Common, wake: Arc<Wake>) -> Self {
         let limits = *common.limits.borrow();
@@ -153,15 +97,14 @@ impl Device {
             path,
             limits,
             common,
+            view: View::new(path, Arc::clone(&wake)),
             wake,
-            watched: None,
             keys: None,
             theirs: None,
             disk: Disk::new(),
             connection: None,
             trouble: None,
             notice: None,
-            dead: false,
             predecessor: None,
             held: None,
             log: GuestLog::new(),
@@ -177,7 +120,6 @@ impl Device {
     async fn serve(mut self) {
         let mut gone = false;
         while !gone && !*self.common.stopping.borrow() {
-            self.wake.pending.store(false, Ordering::Relaxed);
             let session = self.common.session.borrow_and_update().clone();
             let turn = match &session {
                 Some(session) => self.turn(session).await,
@@ -196,26 +138,15 @@ impl Device {
         self.disconnect().await;
         self.disk.release();
         self.common.board.remove(self.path);
-        if let Err(error) = self.forget(gone).await {
-            debug!(%error, "cannot clean up in XenStore");
-        }
-    }
-
-    /// Leaves nothing of ours in the store: the watch, and for a device that is gone its error node.
-    async fn forget(&mut self, gone: bool) -> Result<(), Error> {
         let session = self.common.session.borrow().clone();
-        let Some(Session { client, generation }) = session else {
-            return Ok(());
-        };
-        if let Some((on, node)) = self.watched.take()
-            && on == generation
-        {
-            client.unwatch(&node, &frontend_token(&self.path)).await?;
-        }
-        if gone {
-            self.clear_error(&client).await
+        let Some(session) = session else { return };
+        let cleared = if gone {
+            self.clear_error(&session.client).await
         } else {
             Ok(())
+        };
+        if let Err(error) = cleared.and(self.view.close(&session).await) {
+            debug!(%error, "cannot clean up in XenStore");
         }
     }
 
@@ -235,7 +166,7 @@ impl Device {
             _ = self.common.stopping.wait_for(|stop| *stop) => return,
             change = ring => change,
             () = self.disk.opened() => return,
-            () = self.wake.notify.notified() => return,
+            () = self.wake.woken() => return,
             _ = self.common.session.changed() => return,
             () = tokio::time::sleep_until(timer.unwrap_or_else(Instant::now).into()), if timer.is_some() => return,
         };
@@ -267,83 +198,36 @@ impl Device {
 
     async fn turn(&mut self, session: &Session) -> Result<Turn, Error> {
         let client = &session.client;
-        let Some(ours) = vbd::read_believed(client, Tx::NONE, &self.path).await? else {
+        let Some(look) = self.view.look(session).await? else {
             return Ok(Turn::Gone);
         };
-        let turn = match self.look(session, ours).await? {
-            Some(look) => self.act(client, &look).await,
-            None => self.post_error(client).await.map(|()| Turn::Wait),
+        if look.theirs != self.theirs {
+            debug!(theirs = ?look.theirs, ours = ?look.ours.state, "frontend");
+        }
+        self.theirs = look.theirs;
+        let turn = match &look.keys {
+            Ok(keys) => {
+                self.keys = Some(keys.clone());
+                self.act(client, &look, keys).await
+            }
+            Err(reason) => {
+                self.trouble(reason.clone());
+                self.post_error(client).await.map(|()| Turn::Wait)
+            }
         };
-        self.post(ours);
+        self.post(look.ours);
         turn
     }
 
-    /// Reads the rest; `None` while the toolstack's keys are unusable.
-    async fn look(&mut self, session: &Session, ours: Believed) -> Result<Option<Look>, Error> {
-        let client = &session.client;
-        match vbd::read_backend(client, Tx::NONE, &self.path).await {
-            Ok(keys) => self.keys = Some(keys),
-            Err(ReadError::Store(error)) => return Err(error),
-            // A directory that is being written, or taken apart, key by key.
-            Err(ReadError::Key(error)) if self.keys.is_none() => {
-                self.trouble(self.key_trouble(&error));
-                return Ok(None);
-            }
-            Err(ReadError::Key(error)) => debug!("ignored: {}", self.key_trouble(&error)),
-        }
-        let Some(keys) = self.keys.clone() else {
-            return Ok(None);
-        };
-        self.watch_frontend(session, &keys.frontend).await?;
-        if self.wake.released.swap(false, Ordering::Relaxed) && !self.dead {
-            match client.is_domain_introduced(self.path.domid).await {
-                Ok(introduced) => self.dead = !introduced,
-                Err(error) => {
-                    self.wake.released.store(true, Ordering::Relaxed);
-                    return Err(error);
-                }
-            }
-        }
-        let theirs = if self.dead {
-            None
-        } else {
-            vbd::read_state(client, Tx::NONE, &keys.frontend).await?
-        };
-        if theirs != self.theirs {
-            debug!(?theirs, ours = ?ours.state, "frontend");
-        }
-        self.theirs = theirs;
-        Ok(Some(Look { ours, keys }))
-    }
-
-    fn key_trouble(&self, error: &KeyError) -> String {
-        format!("{}: {error}", self.path)
-    }
-
-    /// Watches the frontend's `state`, nothing else of it: a guest can write as much as it likes.
-    async fn watch_frontend(&mut self, session: &Session, frontend: &str) -> Result<(), Error> {
-        let node = format!("{frontend}/state");
-        let token = frontend_token(&self.path);
-        match &self.watched {
-            Some((on, watched)) if *on == session.generation && *watched == node => return Ok(()),
-            Some((on, watched)) if *on == session.generation => {
-                session.client.unwatch(watched, &token).await?;
-            }
-            _ => {}
-        }
-        self.watched = None;
-        match session.client.watch(&node, &token).await {
-            Ok(()) | Err(Error::Exists) => {}
-            Err(error) => return Err(error),
-        }
-        self.watched = Some((session.generation, node));
-        Ok(())
-    }
-
-    async fn act(&mut self, client: &Client, look: &Look) -> Result<Turn, Error> {
+    async fn act(
+        &mut self,
+        client: &Client,
+        look: &Look,
+        keys: &BackendKeys,
+    ) -> Result<Turn, Error> {
         // Before the trouble may be forgotten, and for what the look brings.
         self.post_error(client).await?;
-        self.reconsider(look);
+        self.reconsider(look, keys);
         self.post_error(client).await?;
         let broken = self.connection.as_ref().is_some_and(Connection::is_broken);
         let target = if broken || self.trouble.is_some() {
@@ -369,7 +253,7 @@ impl Device {
         {
             // Coming up, and still wanted.
             return if connection.is_serving() {
-                self.announce(client, look).await
+                self.announce(client, look, keys).await
             } else {
                 Ok(Turn::Wait)
             };
@@ -385,7 +269,7 @@ impl Device {
             Action::Wait => Ok(Turn::Wait),
             Action::PublishInitWait if self.hold(look) => Ok(Turn::Wait),
             Action::PublishInitWait => self.publish(client, look, State::InitWait).await,
-            Action::Connect => self.connect(client, look).await,
+            Action::Connect => self.connect(client, keys).await,
             Action::Close => self.publish(client, look, State::Closing).await,
             Action::Disconnect { then } => {
                 self.disconnect().await;
@@ -399,12 +283,10 @@ impl Device {
     }
 
     /// What the look means for the target and for earlier trouble.
-    fn reconsider(&mut self, look: &Look) {
-        if self
-            .trouble
-            .as_ref()
-            .is_some_and(|trouble| trouble.theirs != self.theirs)
-        {
+    fn reconsider(&mut self, look: &Look, keys: &BackendKeys) {
+        let again = look.frontend_wrote && look.ours.state == State::Closed;
+        let moved_on = |trouble: &Trouble| trouble.theirs != self.theirs || again;
+        if self.trouble.as_ref().is_some_and(moved_on) {
             self.trouble = None;
             self.disk.forgive();
         }
@@ -422,7 +304,7 @@ impl Device {
         }
         let wanted = look.ours.online || self.predecessor == Some(true);
         if wanted && self.connection.is_none() {
-            self.disk.choose(&look.keys);
+            self.disk.choose(keys);
         }
         if let Some(reason) = self.disk.failure().map(str::to_owned)
             && self.trouble.is_none()
@@ -466,16 +348,16 @@ impl Device {
     }
 
     /// Reads the frontend's parameters, once, and hands its rings to the workers.
-    async fn connect(&mut self, client: &Client, look: &Look) -> Result<Turn, Error> {
+    async fn connect(&mut self, client: &Client, keys: &BackendKeys) -> Result<Turn, Error> {
         let Some(target) = self.disk.target().map(Arc::clone) else {
             return Ok(Turn::Wait);
         };
         let limits = self.limits.negotiable();
-        let rings = match vbd::read_frontend(client, Tx::NONE, &look.keys.frontend, &limits).await {
+        let rings = match vbd::read_frontend(client, Tx::NONE, &keys.frontend, &limits).await {
             Ok(rings) => rings,
             Err(ReadError::Store(error)) => return Err(error),
             Err(ReadError::Key(error)) => {
-                self.trouble(format!("{}: {error}", look.keys.frontend));
+                self.trouble(format!("{}: {error}", keys.frontend));
                 return Ok(Turn::Again);
             }
         };
@@ -490,7 +372,7 @@ impl Device {
             target,
             host: Arc::clone(&self.common.host),
             limits: self.limits,
-            discard: look.keys.discard_enable,
+            discard: keys.discard_enable,
         };
         match Connection::start(setup, rings, self.common.workers.clone()).await {
             Ok(connection) => self.connection = Some(connection),
@@ -500,11 +382,16 @@ impl Device {
     }
 
     /// Every ring is being served: shows the disk and state Connected, in one transaction.
-    async fn announce(&mut self, client: &Client, look: &Look) -> Result<Turn, Error> {
+    async fn announce(
+        &mut self,
+        client: &Client,
+        look: &Look,
+        keys: &BackendKeys,
+    ) -> Result<Turn, Error> {
         let (Some(target), Some(connection)) = (self.disk.target(), &mut self.connection) else {
             return Ok(Turn::Wait);
         };
-        let keys = vbd::device_keys(&properties(target, &look.keys), connection.queues());
+        let keys = vbd::device_keys(&properties(target, keys), connection.queues());
         let outcome = vbd::publish(client, &self.path, look.ours, &keys, State::Connected).await?;
         if outcome == vbd::Outcome::Written {
             connection.set_announced();

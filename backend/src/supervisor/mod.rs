@@ -11,6 +11,7 @@ mod handle;
 mod host;
 mod process;
 mod service;
+mod view;
 mod workers;
 
 use std::ffi::OsString;

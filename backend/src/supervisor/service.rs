@@ -16,9 +16,10 @@ use xenblk_xenstore::{Client, Error, Event, Events, Tx};
 
 use super::board::Board;
 use super::control_socket::ControlSocket;
-use super::device::{Common, Device, Session, Wake, device_of_token};
+use super::device::{Common, Device};
 use super::handle::Handle;
 use super::host::Host;
+use super::view::{Session, Wake, device_of_token};
 use super::workers::Workers;
 use super::{Limits, Options, SupervisorError};
 
@@ -182,7 +183,7 @@ impl Service {
             }
         } else if let Some(device) = device_of_token(token) {
             if let Some(wake) = self.devices.get(&device) {
-                wake.look();
+                wake.frontend_wrote();
             }
         } else if let Some((device, _)) = BackendPath::parse(path) {
             self.look_at(device);

@@ -124,6 +124,10 @@ impl Guest {
         let written: Result<(), Error> = self
             .store
             .transact(async |store: Client, tx| {
+                // An earlier connection may have had more of them.
+                for stale in ["multi-queue-num-queues", "ring-page-order"] {
+                    store.rm(tx, &format!("{root}/{stale}")).await?;
+                }
                 for (key, value) in keys {
                     store.write(tx, &format!("{root}/{key}"), value).await?;
                 }

@@ -21,17 +21,17 @@ pub(crate) fn listen(path: &Path) -> Sender<()> {
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::listen(&socket, 16).unwrap();
     let (go, gate) = channel();
-    std::thread::spawn(move || serve(socket, gate));
+    std::thread::spawn(move || serve(&socket, &gate));
     go
 }
 
-fn serve(listener: OwnedFd, gate: Receiver<()>) {
+fn serve(listener: &OwnedFd, gate: &Receiver<()>) {
     let disk = tempfile::tempfile().unwrap();
     disk.set_len(1 << 20).unwrap();
     let _ = gate.recv();
     // Kept open: a script target's disk fails when its script goes away.
     let mut connections = Vec::new();
-    while let Ok(connection) = rustix::net::accept(&listener) {
+    while let Ok(connection) = rustix::net::accept(listener) {
         let greeting = serde_json::to_vec(&Greeting {
             protocol: GREETING.to_owned(),
         })

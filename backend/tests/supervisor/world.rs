@@ -79,7 +79,8 @@ impl World {
             task,
         });
         let path = self.path("control");
-        eventually("the control socket", async || path.exists().then_some(())).await;
+        let answers = || std::os::unix::net::UnixStream::connect(&path).is_ok();
+        eventually("the control socket", async || answers().then_some(())).await;
     }
 
     /// Ends the supervisor as SIGTERM does.
