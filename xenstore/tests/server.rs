@@ -70,6 +70,19 @@ async fn a_guest_writes_only_where_it_may() {
     let owner = toolstack.get_perms(Tx::NONE, path).await.unwrap()[0];
     assert_eq!(owner, Permission::new(5, Access::None));
 
+    let shared = [
+        Permission::new(0, Access::None),
+        Permission::new(5, Access::Both),
+    ];
+    toolstack.mkdir(Tx::NONE, "/shared").await.unwrap();
+    toolstack
+        .set_perms(Tx::NONE, "/shared", &shared)
+        .await
+        .unwrap();
+    guest.write(Tx::NONE, "/shared/mine", "1").await.unwrap();
+    let owner = toolstack.get_perms(Tx::NONE, "/shared/mine").await.unwrap()[0];
+    assert_eq!(owner.domid, 5, "what a guest makes is its own");
+
     assert_eq!(guest.read(Tx::NONE, BACK).await, Ok(b"2".to_vec()));
     for path in [BACK, "/local/domain/0/name", "/local/domain/5x", "/x"] {
         assert_eq!(

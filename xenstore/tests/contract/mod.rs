@@ -323,7 +323,12 @@ async fn watches(socket: &Path) {
         ("/xenblk/w/below/leaf".to_owned(), "leaf".to_owned())
     );
 
-    // No longer heard after unwatch; a relative watch answers in relative paths.
+    // No longer heard after unwatch, not even what waits already. A relative watch answers in
+    // relative paths.
+    client
+        .write(Tx::NONE, "/xenblk/w/waiting", "1")
+        .await
+        .expect("write");
     client
         .unwatch("/xenblk/w", "to ken")
         .await
