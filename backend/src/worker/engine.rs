@@ -290,7 +290,18 @@ impl Engine {
     /// time is over.
     pub(crate) fn enter(&mut self, wait: bool, limit: Option<Duration>) -> io::Result<()> {
         self.fill();
-        let want = usize::from(wait && self.ready.is_empty() && self.ring.completion().is_empty());
+        // All of it is on its way before this sleeps: what is still queued could be the very thing
+        // that would end the sleep.
+        while !self.queued.is_empty() {
+            self.ring.submit().map(drop).or_else(tolerate)?;
+            let queued = self.queued.len();
+            self.fill();
+            if self.queued.len() == queued {
+                break;
+            }
+        }
+        let idle = self.queued.is_empty() && self.ready.is_empty();
+        let want = usize::from(wait && idle && self.ring.completion().is_empty());
         let result = match limit {
             Some(limit) if want > 0 => {
                 let time = Timespec::from(limit);
@@ -308,13 +319,7 @@ impl Engine {
                 }
             }
         };
-        match result.map_err(|e| e.raw_os_error()) {
-            // ETIME: the time is over. EINTR: a signal. EBUSY and EAGAIN: completions have to be
-            // taken in first, which is what comes next; unsubmitted entries stay in the queue.
-            Ok(_) | Err(Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN)) => {}
-            Err(Some(errno)) => return Err(io::Error::from_raw_os_error(errno)),
-            Err(None) => return Err(io::ErrorKind::Other.into()),
-        }
+        result.map(drop).or_else(tolerate)?;
         self.reap();
         Ok(())
     }
@@ -500,6 +505,15 @@ impl Buffer {
     }
 }
 
+/// ETIME: the time is over. EINTR: a signal. EBUSY and EAGAIN: completions have to be taken in first;
+/// what was not submitted stays in the queue.
+fn tolerate(error: io::Error) -> io::Result<()> {
+    match error.raw_os_error() {
+        Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Ok(()),
+        _ => Err(error),
+    }
+}
+
 fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock> {
     let kind = libc::c_short::try_from(kind).map_err(io::Error::other)?;
     let start = libc::off_t::try_from(byte).map_err(io::Error::other)?;
@@ -533,4 +547,35 @@ pub(crate) fn ofd_unlocked(file: BorrowedFd<'_>, byte: u64) -> io::Result<bool> 
         return Err(io::Error::last_os_error());
     }
     Ok(i32::from(lock.l_type) == libc::F_UNLCK)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::AsFd;
+
+    use super::*;
+
+    #[test]
+    fn more_than_the_submission_queue_holds_is_submitted_before_sleeping() {
+        let mut engine = Engine::new().unwrap();
+        let (silent, _writer) = io::pipe().unwrap();
+        let (speaking, mut writer) = io::pipe().unwrap();
+        io::Write::write_all(&mut writer, b"x").unwrap();
+        for n in 0..SQ_ENTRIES as usize * 2 {
+            engine.poll(silent.as_fd(), Source::Target(n));
+        }
+        engine.poll(speaking.as_fd(), Source::Channel);
+        engine.enter(true, Some(Duration::from_secs(30))).unwrap();
+        let event = engine.next();
+        assert!(
+            matches!(
+                event,
+                Some(Event::Woken {
+                    source: Source::Channel,
+                    result: Ok(())
+                })
+            ),
+            "{event:?}"
+        );
+    }
 }
