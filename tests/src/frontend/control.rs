@@ -184,13 +184,17 @@ impl Control {
             .sum()
     }
 
-    /// xenbus_reset_frontend(): what a kernel started by kexec does with a connected disk.
+    /// xenbus_reset_frontend(): what a kernel started by kexec does with the disk it finds, from the step
+    /// that the backend's state calls for.
     async fn reset(&mut self) -> Result<(), NegotiationError> {
         self.end("the guest reset it".into());
-        self.enter(State::Closing).await?;
-        self.wait_for(State::Closing).await?;
-        self.enter(State::Closed).await?;
-        self.wait_for(State::Closed).await?;
+        let found = self.other_end().await?;
+        if !matches!(found, State::Closing | State::Closed) {
+            self.step(State::Closing, State::Closing).await?;
+        }
+        if found != State::Closed {
+            self.step(State::Closed, State::Closed).await?;
+        }
         let leaked = self.release();
         if leaked > 0 {
             eprintln!(
@@ -199,9 +203,14 @@ impl Control {
             );
         }
         self.status.send_replace(Status::Connecting);
-        self.enter(State::Initialising).await?;
-        self.wait_for(State::InitWait).await?;
+        self.step(State::Initialising, State::InitWait).await?;
         self.other_end_changed().await
+    }
+
+    /// Enters a state and waits for the backend's answer.
+    async fn step(&mut self, ours: State, theirs: State) -> Result<(), NegotiationError> {
+        self.enter(ours).await?;
+        self.wait_for(theirs).await
     }
 
     async fn wait_for(&mut self, theirs: State) -> Result<(), NegotiationError> {
