@@ -126,6 +126,7 @@ fn a_machine_without_xen_is_told_so_everywhere() {
     );
 }
 
+// LONG: a table.
 #[test]
 fn each_lack_is_found() {
     type Lack = (&'static str, fn(&Host), Verdict, &'static str);
