@@ -263,7 +263,7 @@ impl Connection {
                 break;
             };
             if let Change::Failed(reason) = self.apply(ring, event) {
-                info!(reason, "while detaching");
+                debug!(reason, "while detaching");
             }
         }
         let lost = self

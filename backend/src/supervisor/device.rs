@@ -76,7 +76,9 @@ pub(super) struct Device {
     predecessor: Option<bool>,
     /// Until when InitWait is held back.
     held: Option<Instant>,
-    log: GuestLog,
+    /// Lines about trouble, and lines about the ordinary course: neither uses up the other's.
+    troubles: GuestLog,
+    progress: GuestLog,
 }
 
 /// What a turn came to.
@@ -107,7 +109,8 @@ impl Device {
             notice: None,
             predecessor: None,
             held: None,
-            log: GuestLog::new(),
+            troubles: GuestLog::new(),
+            progress: GuestLog::new(),
         }
     }
 
@@ -174,7 +177,7 @@ impl Device {
             Change::Progress => {}
             Change::Failed(reason) => self.trouble(reason),
             Change::Degraded(reason) => {
-                warn!("{reason}");
+                self.complain(&reason);
                 self.notice = Some(reason);
             }
         }
@@ -186,14 +189,18 @@ impl Device {
             debug!("{reason}");
             return;
         }
-        if let Some(suppressed) = self.log.admit() {
-            warn!(suppressed, "{reason}");
-        }
+        self.complain(&reason);
         self.trouble = Some(Trouble {
             reason,
             theirs: self.theirs,
             posted: false,
         });
+    }
+
+    fn complain(&mut self, reason: &str) {
+        if let Some(suppressed) = self.troubles.admit() {
+            warn!(suppressed, "{reason}");
+        }
     }
 
     async fn turn(&mut self, session: &Session) -> Result<Turn, Error> {
@@ -361,10 +368,9 @@ impl Device {
                 return Ok(Turn::Again);
             }
         };
-        info!(
+        debug!(
             queues = rings.queues.len(),
             pages = rings.pages,
-            protocol = rings.protocol.as_str(),
             "connecting"
         );
         let setup = RingSetup {
@@ -395,7 +401,9 @@ impl Device {
         let outcome = vbd::publish(client, &self.path, look.ours, &keys, State::Connected).await?;
         if outcome == vbd::Outcome::Written {
             connection.set_announced();
-            info!(%target, "connected");
+            if let Some(suppressed) = self.progress.admit() {
+                info!(suppressed, %target, queues = connection.queues(), "connected");
+            }
             self.clear_error(client).await?;
         }
         Ok(Turn::Again)
@@ -418,7 +426,9 @@ impl Device {
     async fn disconnect(&mut self) {
         if let Some(connection) = self.connection.take() {
             connection.close().await;
-            info!("disconnected");
+            if let Some(suppressed) = self.progress.admit() {
+                info!(suppressed, "disconnected");
+            }
         }
     }
 

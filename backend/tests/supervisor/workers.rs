@@ -1,5 +1,7 @@
 //! Workers as processes of their own: this test program, started again by the supervisor.
 
+use std::io::BufRead;
+
 use xenblkd::control::RingStatus;
 use xenblkd::supervisor::WorkerProgram;
 
@@ -105,6 +107,102 @@ async fn a_killed_worker_takes_down_only_its_own_devices() {
         "workers end with their supervisor"
     );
     world.assert_nothing_held(1);
+}
+
+/// What a request that outlives its worker leaves behind: a lock on the target beyond its data, where the
+/// workers' fences are. A process of its own, because closing any descriptor of the image, as the
+/// supervisor in this one does, would end a lock of ours.
+struct Stuck(std::process::Child);
+
+const LOCK: &str = "--lock";
+const LOCKED: &str = "the image is locked";
+
+/// Not a test of its own: holds the lock of a [`Stuck`].
+#[test]
+fn lock_process() {
+    let Some(image) = std::env::args().skip_while(|arg| arg != LOCK).nth(1) else {
+        return;
+    };
+    let file = std::fs::File::open(image).unwrap();
+    rustix::fs::fcntl_lock(&file, rustix::fs::FlockOperation::NonBlockingLockShared).unwrap();
+    println!("{LOCKED}");
+    std::io::copy(&mut std::io::stdin(), &mut std::io::sink()).unwrap();
+}
+
+impl Stuck {
+    fn on(image: &str) -> Self {
+        let mut command = std::process::Command::new("/proc/self/exe");
+        command.args([
+            "workers::lock_process",
+            "--exact",
+            "--nocapture",
+            "--",
+            LOCK,
+            image,
+        ]);
+        let piped = std::process::Stdio::piped;
+        let mut child = command.stdin(piped()).stdout(piped()).spawn().unwrap();
+        let output = std::io::BufReader::new(child.stdout.take().unwrap());
+        assert!(
+            output
+                .lines()
+                .map_while(Result::ok)
+                .any(|line| line.contains(LOCKED))
+        );
+        Self(child)
+    }
+
+    fn ends(mut self) {
+        self.0.kill().unwrap();
+        self.0.wait().unwrap();
+    }
+}
+
+/// Closing goes on, but Closed is not written before the stuck request has ended.
+async fn closed_only_after(world: &World, guest: &mut Guest, stuck: Stuck) {
+    world.reaches(1, XVDA, "5").await;
+    guest.set_state("5").await;
+    guest.set_state("6").await;
+    world.nothing_held(1).await;
+    for _ in 0..50 {
+        // Time enough for a supervisor that does not wait; one that does can't fail this.
+        tokio::time::sleep(std::time::Duration::from_millis(2)).await;
+        let state = world.backend_key(1, XVDA, "state").await;
+        assert_eq!(
+            state.as_deref(),
+            Some("5"),
+            "a late write could still reach the image"
+        );
+    }
+    stuck.ends();
+    guest.finish_closing(world).await;
+}
+
+#[tokio::test]
+async fn closed_waits_for_what_a_dead_worker_left_in_the_storage() {
+    let mut world = World::new().await;
+    world.options.program = this_program();
+    world.start().await;
+    let image = world.image("disk", 1 << 20);
+    world.attach(1, XVDA, &image, "w").await;
+    let mut guest = Guest::new(&world, 1, XVDA).await;
+    guest.connect(&world, 1, 0).await;
+    let pid = rings(&world, 1).await[0].pid.unwrap();
+    let stuck = Stuck::on(&image);
+    kill(pid);
+    closed_only_after(&world, &mut guest, stuck).await;
+
+    // The same, found by a supervisor that knows nothing of the worker.
+    guest.set_state("1").await;
+    guest.connect(&world, 1, 0).await;
+    world.crash().await;
+    world.nothing_held(1).await;
+    let stuck = Stuck::on(&image);
+    world.start().await;
+    closed_only_after(&world, &mut guest, stuck).await;
+    guest.set_state("1").await;
+    guest.connect(&world, 1, 0).await;
+    guest.check_data(0, 0x10).await;
 }
 
 #[tokio::test]
