@@ -81,9 +81,9 @@ impl Config {
             Err(error) if error.kind() == io::ErrorKind::NotFound && named.is_none() => {
                 Ok(Self::default())
             }
-            Err(source) => Err(ConfigError::Unreadable {
+            Err(error) => Err(ConfigError::Unreadable {
                 path: path.to_owned(),
-                source,
+                error,
             }),
         }
     }
@@ -168,8 +168,8 @@ impl Config {
 /// Why there is no configuration. One line each.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConfigError {
-    #[error("cannot read {}: {source}; expected a readable TOML file", path.display())]
-    Unreadable { path: PathBuf, source: io::Error },
+    #[error("cannot read {}: {error}; expected a readable TOML file", path.display())]
+    Unreadable { path: PathBuf, error: io::Error },
     #[error("{}:{line}: {problem}", path.display())]
     Wrong {
         path: PathBuf,

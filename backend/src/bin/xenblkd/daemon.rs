@@ -5,7 +5,7 @@ use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use anyhow::{Context, bail};
+use anyhow::{Context, anyhow, bail};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
 use tracing::{error, info, warn};
@@ -80,7 +80,9 @@ async fn serve(options: Options, reload: Reload) -> anyhow::Result<()> {
     let mut terminate = signal(SignalKind::terminate()).context("cannot catch SIGTERM")?;
     let mut interrupt = signal(SignalKind::interrupt()).context("cannot catch SIGINT")?;
     let mut hangup = signal(SignalKind::hangup()).context("cannot catch SIGHUP")?;
-    let supervisor = Supervisor::start(options).await?;
+    // Its text names the cause already.
+    let started = Supervisor::start(options).await;
+    let supervisor = started.map_err(|error| anyhow!("{error}"))?;
     let handle = supervisor.handle();
     // On this very thread: a supervisor that hangs doesn't feed the watchdog. Draining feeds it still.
     tokio::spawn(feed_watchdog());
