@@ -41,7 +41,7 @@ impl Store {
             ("xenstore-read", "cat -- \"$STORE/$1\""),
             (
                 "xenstore-write",
-                "while [ $# -gt 0 ]; do mkdir -p \"$STORE/${1%/*}\"; printf %s \"$2\" >\"$STORE/$1\"; shift 2; done",
+                "[ \"$1\" = -- ] && shift; while [ $# -gt 0 ]; do mkdir -p \"$STORE/${1%/*}\"; printf %s \"$2\" >\"$STORE/$1\"; shift 2; done",
             ),
             ("logger", "exit 0"),
             // The script's patience, without the waiting.
