@@ -1,6 +1,6 @@
 //! One vbd: a task that reads what XenStore says, asks `xenbus::step` what to do and does it, again and
 //! again until there is nothing to do. It owns the device's target and its connection; everything
-//! that goes wrong here ends in this device's `error` node and nowhere else.
+//! that goes wrong here ends in this device's `error` and `hotplug-error` nodes and nowhere else.
 
 use std::collections::BTreeSet;
 use std::sync::Arc;
@@ -16,7 +16,7 @@ use xenblk_xenstore::{Client, Error, Tx};
 
 use super::board::{Board, Posted};
 use super::connection::{Change, Connection, RingSetup, await_fences};
-use super::disk::Disk;
+use super::disk::{Disk, is_script_to_come};
 use super::guest_log::GuestLog;
 use super::host::Host;
 use super::view::{Look, Session, View, Wake};
@@ -237,7 +237,9 @@ impl Device {
         self.reconsider(look, keys);
         self.post_error(client).await?;
         let broken = self.connection.as_ref().is_some_and(Connection::is_broken);
-        let target = if broken || self.trouble.is_some() {
+        let target = if self.is_for_script_to_tell(look, keys) {
+            Target::NotYet
+        } else if broken || self.trouble.is_some() {
             Target::Failed
         } else {
             self.disk.readiness()
@@ -318,6 +320,17 @@ impl Device {
         {
             self.trouble(reason);
         }
+    }
+
+    /// Whether a target that can't be had stays at InitWait, although it never will be. libxl waits ten
+    /// seconds for InitWait and says nothing but that it didn't come; from the script, which it runs
+    /// then, it takes the reason.
+    fn is_for_script_to_tell(&self, look: &Look, keys: &BackendKeys) -> bool {
+        let unused = matches!(
+            look.ours.state,
+            State::Unknown | State::Initialising | State::InitWait
+        );
+        unused && look.ours.online && self.disk.failure().is_some() && is_script_to_come(keys)
     }
 
     /// Whether to keep back InitWait a little longer for the target.
@@ -439,16 +452,20 @@ impl Device {
         }
         if let Some(trouble) = self.trouble.as_mut().filter(|trouble| !trouble.posted) {
             vbd::report_error(client, &self.path, &trouble.reason).await?;
+            vbd::report_hotplug_error(client, &self.path, &trouble.reason).await?;
             trouble.posted = true;
         }
         Ok(())
     }
 
     async fn clear_error(&self, client: &Client) -> Result<(), Error> {
-        match client.rm(Tx::NONE, &self.path.error_key()).await {
-            Err(Error::NoEntry) => Ok(()),
-            done => done,
+        for node in [self.path.error_key(), self.path.key("hotplug-error")] {
+            match client.rm(Tx::NONE, &node).await {
+                Ok(()) | Err(Error::NoEntry) => {}
+                Err(error) => return Err(error),
+            }
         }
+        Ok(())
     }
 
     /// Shows the disk to the control socket.

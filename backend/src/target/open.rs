@@ -159,6 +159,20 @@ impl OpenedTarget {
         }
     }
 
+    /// Major and minor number of the block device that was opened, if it is one.
+    pub fn block_device(&self) -> io::Result<Option<(u32, u32)>> {
+        let (Base::File { file, .. } | Base::Script { file, .. }) = &self.base else {
+            return Ok(None);
+        };
+        let stat = rustix::fs::fstat(file)?;
+        let block = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
+        let (major, minor) = (
+            rustix::fs::major(stat.st_rdev),
+            rustix::fs::minor(stat.st_rdev),
+        );
+        Ok(block.then_some((major, minor)))
+    }
+
     fn access(&self) -> OFlags {
         if self.capabilities.readonly {
             OFlags::RDONLY
