@@ -4,6 +4,7 @@
 mod control;
 mod guest;
 mod hostile;
+mod hotplug;
 mod lifecycle;
 mod restart;
 mod script;

@@ -114,6 +114,18 @@ impl World {
 
     /// What `xl` writes for a disk, in one transaction; the domain's home is made on the way.
     pub(crate) async fn attach(&self, domid: u16, devid: u32, params: &str, mode: &str) {
+        self.attach_with(domid, devid, params, mode, &[]).await;
+    }
+
+    /// As [`attach`](Self::attach), with more keys for the backend.
+    pub(crate) async fn attach_with(
+        &self,
+        domid: u16,
+        devid: u32,
+        params: &str,
+        mode: &str,
+        more: &[(&str, &str)],
+    ) {
         let (front, back) = (frontend(domid, devid), backend(domid, devid));
         let frontend_keys = [
             ("backend", back.as_str()),
@@ -154,7 +166,7 @@ impl World {
                     store.write(tx, &node, value).await?;
                     store.set_perms(tx, &node, &guests).await?;
                 }
-                for (key, value) in backend_keys {
+                for (key, value) in backend_keys.iter().chain(more) {
                     store.write(tx, &format!("{back}/{key}"), value).await?;
                 }
                 Ok(())
@@ -191,6 +203,15 @@ impl World {
     /// A key of the backend directory.
     pub(crate) async fn backend_key(&self, domid: u16, devid: u32, key: &str) -> Option<String> {
         self.read(&format!("{}/{key}", backend(domid, devid))).await
+    }
+
+    /// What a hotplug script, or the toolstack, writes later.
+    pub(crate) async fn write_backend_keys(&self, domid: u16, devid: u32, keys: &[(&str, &str)]) {
+        let directory = backend(domid, devid);
+        for (key, value) in keys {
+            let node = format!("{directory}/{key}");
+            self.store.write(Tx::NONE, &node, value).await.unwrap();
+        }
     }
 
     /// Waits until the backend's state is `state`.
