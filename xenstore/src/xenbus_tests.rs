@@ -150,13 +150,17 @@ fn states_3_and_4_of_the_frontend_are_the_same() {
 #[test]
 fn going_away_is_never_reversed() {
     for now in every_situation().into_iter().filter(|now| !now.online) {
-        let end = settle(now);
-        if matches!(now.ours, Some(State::Closing | State::Closed)) {
-            let ours = end.ours;
-            assert!(
-                matches!(ours, Some(State::Closing | State::Closed)),
-                "{now:?} → {end:?}"
-            );
+        let ours = settle(now).ours;
+        match now.ours {
+            Some(State::Closing) => {
+                assert!(
+                    matches!(ours, Some(State::Closing | State::Closed)),
+                    "{now:?}"
+                );
+            }
+            // The toolstack may have seen it, and deletes the directory.
+            Some(State::Closed) => assert_eq!(ours, Some(State::Closed), "{now:?}"),
+            _ => {}
         }
     }
 }
