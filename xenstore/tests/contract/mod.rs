@@ -323,8 +323,7 @@ async fn watches(socket: &Path) {
         ("/xenblk/w/below/leaf".to_owned(), "leaf".to_owned())
     );
 
-    // No longer heard after unwatch, not even what waits already. A relative watch answers in
-    // relative paths.
+    // No longer heard after unwatch, not even what waits already.
     client
         .write(Tx::NONE, "/xenblk/w/waiting", "1")
         .await
@@ -341,20 +340,25 @@ async fn watches(socket: &Path) {
         .write(Tx::NONE, "/xenblk/w/unheard", "1")
         .await
         .expect("write");
+    relative_watch(&client, &mut events).await;
+    client.reset_watches().await.expect("reset_watches");
+}
+
+/// Answers in relative paths.
+async fn relative_watch(client: &Client, events: &mut Events) {
     client.watch("xenblk-relative", "rel").await.expect("watch");
-    expect(&mut events, "xenblk-relative", "rel").await;
+    expect(events, "xenblk-relative", "rel").await;
     client
         .write(Tx::NONE, "/local/domain/0/xenblk-relative/x", "1")
         .await
         .expect("write");
-    expect(&mut events, "xenblk-relative/x", "rel").await;
+    expect(events, "xenblk-relative/x", "rel").await;
     assert_eq!(
         client.read(Tx::NONE, "xenblk-relative/x").await,
         Ok(b"1".to_vec())
     );
     client.rm(Tx::NONE, "xenblk-relative").await.expect("rm");
-    expect(&mut events, "xenblk-relative", "rel").await;
-    client.reset_watches().await.expect("reset_watches");
+    expect(events, "xenblk-relative", "rel").await;
 }
 
 async fn domains(socket: &Path) {
