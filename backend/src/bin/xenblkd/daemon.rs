@@ -17,7 +17,7 @@ use crate::lock::Lock;
 use crate::logs::{self, Level};
 
 /// How often the status line of `systemctl status` is brought up to date.
-const STATUS_EVERY: Duration = Duration::from_secs(5);
+const STATUS_EVERY: Duration = Duration::from_secs(2);
 
 /// Serves until TERM or INT. The error is one line with the remedy, and nothing was touched then.
 pub(crate) fn run(named: Option<&Path>) -> anyhow::Result<()> {
@@ -172,39 +172,4 @@ fn notify(states: &[NotifyState<'_>]) {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_refusal_is_one_line_with_the_remedy() {
-        let finding = |verdict, found: &str, remedy: Option<&str>| Finding {
-            subject: "x",
-            verdict,
-            found: found.to_owned(),
-            remedy: remedy.map(str::to_owned),
-        };
-        let fine = finding(Verdict::Ok, "fine", None);
-        let poor = finding(Verdict::Warning, "poor", Some("buy more"));
-        let first = finding(Verdict::Missing, "no device", Some("modprobe it"));
-        let second = finding(Verdict::Missing, "no store", Some("start it"));
-        refuse_if_missing(vec![fine.clone(), poor.clone()]).unwrap();
-        let error = refuse_if_missing(vec![fine, poor, first, second]).unwrap_err();
-        let expected = "no device; remedy: modprobe it (`xenblkd check` shows everything)";
-        assert_eq!(error.to_string(), expected);
-    }
-
-    #[test]
-    fn the_configuration_reaches_the_supervisor() {
-        let config = Config::default();
-        let options = options(&config, "/store".into());
-        assert_eq!(options.limits, config.limits());
-        assert_eq!(
-            options.control.as_deref(),
-            Some(Path::new("/run/xenblkd/control"))
-        );
-        let WorkerProgram::Process { args, .. } = options.program else {
-            panic!("workers are processes")
-        };
-        assert_eq!(args, ["worker", "--log-level", "info"]);
-    }
-}
+mod tests;
