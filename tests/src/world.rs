@@ -1,7 +1,9 @@
 //! A host without Xen: hypervisor, XenStore, toolstack and guests in this process, the backend in others.
 //! A blocking face for the simulator and for tests; what its parts do is in their modules.
 
+use std::fs::Permissions;
 use std::io;
+use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
@@ -136,6 +138,7 @@ impl World {
     pub fn start(options: Options) -> Result<Self, WorldError> {
         let directory = tempfile::Builder::new()
             .prefix("xenblk-")
+            .permissions(Permissions::from_mode(0o700))
             .tempdir()
             .map_err(doing("making a directory for the sockets"))?;
         let runtime = runtime::Builder::new_multi_thread()

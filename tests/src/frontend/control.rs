@@ -80,7 +80,12 @@ impl Control {
                     Some(Event::Disconnected { .. }) | None => return,
                 },
                 order = orders.recv() => match order {
-                    Some(Order::Reset) => self.reset().await,
+                    Some(Order::Reset { done }) => {
+                        let result = self.reset().await;
+                        // Nobody needs to wait for it.
+                        let _ = done.send(());
+                        result
+                    }
                     Some(Order::Remove { reason, leaked }) => {
                         self.end(reason);
                         // The toolstack may have stopped waiting.
@@ -107,6 +112,16 @@ impl Control {
             }
             (State::Connected, State::Initialised) => self.connect().await,
             (State::Closing | State::Closed, state) if state != State::Closed => {
+                let online = format!("{}/online", self.backend);
+                if self
+                    .store
+                    .read_optional(Tx::NONE, &online)
+                    .await?
+                    .as_deref()
+                    == Some(b"1")
+                {
+                    eprintln!("guest: {}: the backend closed the disk by itself", self.vbd);
+                }
                 self.end("the backend closed it".into());
                 self.enter(State::Closed).await
             }

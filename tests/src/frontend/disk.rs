@@ -2,10 +2,10 @@
 
 use std::io;
 use std::sync::Arc;
+use std::sync::mpsc::{SyncSender, sync_channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use crossbeam::channel::{Sender, bounded};
 use parking_lot::Mutex;
 use xenblk_grants::DomId;
 use xenblk_grants::fake::FakeDomain;
@@ -20,11 +20,12 @@ use crate::disk::{DiskInfo, Done, GuestDisk, IoError, Op};
 /// Requests that may wait in front of a ring; [`GuestDisk::submit`] blocks beyond.
 const BACKLOG: usize = 256;
 
-/// The way to one queue's thread.
+/// The way to one queue's thread. The standard library's channels drop what waits in them when the thread
+/// ends, which is how a request that comes too late is answered; crossbeam's keep it.
 #[derive(Debug)]
 struct Entrance {
-    requests: Sender<Pending>,
-    jobs: Sender<Box<dyn Job>>,
+    requests: SyncSender<Pending>,
+    jobs: SyncSender<Box<dyn Job>>,
     counters: Arc<QueueCounters>,
 }
 
@@ -55,8 +56,8 @@ impl Disk {
         let mut entrances = Vec::new();
         let mut threads = Vec::new();
         for (number, parts) in rings.into_iter().enumerate() {
-            let (requests, inbox) = bounded(BACKLOG);
-            let (jobs, job_queue) = bounded(1);
+            let (requests, inbox) = sync_channel(BACKLOG);
+            let (jobs, job_queue) = sync_channel(1);
             let counters = Arc::new(QueueCounters::default());
             let closed = || io::Error::other("the ring's event channel is closed");
             let queue = Queue {
@@ -123,7 +124,7 @@ impl Disk {
         op: Op,
         patience: Duration,
     ) -> Option<Result<Vec<u8>, IoError>> {
-        let (answer, answers) = bounded(1);
+        let (answer, answers) = sync_channel(1);
         // Nobody listens once the patience is over.
         self.submit(
             hint,

@@ -2,8 +2,8 @@
 //! requests into ring requests. The answers go out through the requests' own callbacks.
 
 use std::ops::Range;
+use std::sync::mpsc::Receiver;
 
-use crossbeam::channel::Receiver;
 use xenblk_ring::layout::SECTOR_SIZE;
 
 use super::source::{GuestBuffer, Io, IoKind, Limits, Source};
@@ -117,9 +117,13 @@ impl Inbox {
         }
     }
 
-    /// Nothing could be handed out now.
-    pub(super) fn is_idle(&self) -> bool {
-        self.splitting.is_none() && self.receiver.is_empty()
+    /// Looks once more; true if nothing can be handed out now.
+    pub(super) fn is_idle(&mut self) -> bool {
+        if self.splitting.is_none() {
+            let pending = self.receiver.try_recv().ok();
+            self.splitting = pending.map(|pending| self.adopt(pending));
+        }
+        self.splitting.is_none()
     }
 
     fn adopt(&mut self, pending: Pending) -> usize {
@@ -149,13 +153,10 @@ impl Inbox {
 
 impl Source for Inbox {
     fn next(&mut self, limits: &Limits) -> Option<Io> {
-        let token = match self.splitting.take() {
-            Some(token) => token,
-            None => {
-                let pending = self.receiver.try_recv().ok()?;
-                self.adopt(pending)
-            }
-        };
+        if self.is_idle() {
+            return None;
+        }
+        let token = self.splitting.take()?;
         let parent = self.parents[token].as_mut()?;
         let sector = parent.first_sector + parent.sent;
         let kind = parent.pending.kind();

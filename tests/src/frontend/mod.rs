@@ -70,8 +70,8 @@ pub enum Status {
 /// What a frontend is told.
 #[derive(Debug)]
 enum Order {
-    /// Close and connect again, as a kernel started by kexec does.
-    Reset,
+    /// Close and offer new rings, as a kernel started by kexec does; answered when that is done.
+    Reset { done: oneshot::Sender<()> },
     /// The device is being removed; answered with the number of ring pages the backend still maps.
     Remove {
         reason: String,
@@ -122,11 +122,13 @@ impl Frontend {
         }
     }
 
-    /// Closes the connection and makes a new one, driven by the guest; wait for it with
+    /// Closes the connection and offers new rings, driven by the guest; wait for their connection with
     /// [`connected`](Self::connected). The old disk is gone.
     pub async fn reset(&self) {
+        let (done, answer) = oneshot::channel();
         // A frontend that has ended has nothing to reset.
-        let _ = self.orders.send(Order::Reset).await;
+        let _ = self.orders.send(Order::Reset { done }).await;
+        let _ = answer.await;
     }
 
     /// The device goes away: requests fail, grants are taken back. Returns how many ring pages the backend

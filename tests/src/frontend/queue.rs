@@ -5,8 +5,8 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::mpsc::Receiver;
 
-use crossbeam::channel::Receiver;
 use rustix::event::{PollFd, PollFlags, poll};
 use xenblk_grants::fake::FakeDomain;
 use xenblk_ring::Status;
@@ -61,11 +61,9 @@ impl Queue {
                 domain: &self.domain,
                 pages: &[],
             };
-            Self::source(&mut self.inbox, &mut self.job, owner).done(
-                &io,
-                Err(IoError::Gone),
-                &buffer,
-            );
+            if let Some(source) = Self::source(&mut self.inbox, &mut self.job, owner) {
+                source.done(&io, Err(IoError::Gone), &buffer);
+            }
         }
         self.ring.into_parts()
     }
@@ -87,8 +85,7 @@ impl Queue {
             return Ok(());
         }
         self.link.wakes[self.number].prepare();
-        let no_new_job = self.job.is_some() || self.jobs.is_empty();
-        if self.inbox.is_idle() && no_new_job && self.link.gone().is_none() {
+        if self.inbox.is_idle() && !self.has_new_job() && self.link.gone().is_none() {
             self.sleep();
         }
         self.link.wakes[self.number].awake();
@@ -138,8 +135,9 @@ impl Queue {
         if answer.owner == Owner::Job {
             self.job_in_flight -= 1;
         }
-        let source = Self::source(&mut self.inbox, &mut self.job, answer.owner);
-        source.done(&answer.io, outcome, &answer.buffer(&self.domain));
+        if let Some(source) = Self::source(&mut self.inbox, &mut self.job, answer.owner) {
+            source.done(&answer.io, outcome, &answer.buffer(&self.domain));
+        }
     }
 
     /// Fills the ring, the job's and the inbox's requests in turn, then publishes and notifies once.
@@ -161,12 +159,14 @@ impl Queue {
     }
 
     fn send_one(&mut self, owner: Owner) -> Result<bool, Violation> {
-        if owner == Owner::Job && !self.has_job() {
-            return Ok(false);
+        if owner == Owner::Job {
+            self.has_new_job();
         }
-        let source = Self::source(&mut self.inbox, &mut self.job, owner);
-        let Some(io) = source.next(&self.limits) else {
+        let Some(source) = Self::source(&mut self.inbox, &mut self.job, owner) else {
             return Ok(false);
+        };
+        let Some(io) = source.next(&self.limits) else {
+            return Ok(owner == Owner::Job && self.retire_job());
         };
         if io.kind == IoKind::Flush && !self.link.flushes() {
             let nothing = GuestBuffer {
@@ -183,22 +183,33 @@ impl Queue {
         Ok(true)
     }
 
-    /// Ends a job that is through and takes the next one.
-    fn has_job(&mut self) -> bool {
-        if self.job_in_flight == 0 && self.job.as_ref().is_none_or(|job| job.finished()) {
-            self.job = self.jobs.try_recv().ok();
+    /// Takes the next job once there is none; true if it did.
+    fn has_new_job(&mut self) -> bool {
+        if self.job.is_some() {
+            return false;
         }
+        self.job = self.jobs.try_recv().ok();
         self.job.is_some()
+    }
+
+    /// Drops a job that is through, which is how it learns of its end.
+    fn retire_job(&mut self) -> bool {
+        let through =
+            self.job_in_flight == 0 && self.job.as_ref().is_some_and(|job| job.finished());
+        if through {
+            self.job = None;
+        }
+        through
     }
 
     fn source<'a>(
         inbox: &'a mut Inbox,
         job: &'a mut Option<Box<dyn Job>>,
         owner: Owner,
-    ) -> &'a mut dyn Source {
-        match (owner, job) {
-            (Owner::Job, Some(job)) => job.as_mut(),
-            _ => inbox,
+    ) -> Option<&'a mut dyn Source> {
+        match owner {
+            Owner::Inbox => Some(inbox),
+            Owner::Job => job.as_mut().map(|job| job.as_mut() as &mut dyn Source),
         }
     }
 }

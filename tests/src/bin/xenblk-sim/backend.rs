@@ -1,6 +1,6 @@
 //! The backend's processes: what `xenblkd` will be on a Xen host, pointed at the mocked world.
 
-use std::io::Read;
+use std::io::{IsTerminal, Read};
 use std::process::ExitCode;
 
 use tokio::runtime;
@@ -53,6 +53,7 @@ fn log() {
     let filter = EnvFilter::try_from_default_env().unwrap_or_else(|_| EnvFilter::new("warn"));
     tracing_subscriber::fmt()
         .with_env_filter(filter)
+        .with_ansi(std::io::stderr().is_terminal())
         .with_writer(std::io::stderr)
         .init();
 }

@@ -1,0 +1,283 @@
+//! The simulator's command line, as a user meets it.
+
+use std::io::{BufRead, BufReader};
+use std::os::unix::net::UnixListener;
+use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use super::*;
+
+/// A folder to run in, whose `tmp` is the simulator's place for temporary files.
+fn playground() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::create_dir(folder.path().join("tmp")).unwrap();
+    folder
+}
+
+fn command(folder: &Path, args: &[&str]) -> Command {
+    let mut command = Command::new(sim());
+    command
+        .args(args)
+        .current_dir(folder)
+        .env("TMPDIR", folder.join("tmp"))
+        .stdin(Stdio::null());
+    command
+}
+
+fn output(folder: &Path, args: &[&str]) -> Output {
+    command(folder, args).output().unwrap()
+}
+
+fn assert_nothing_left(folder: &Path) {
+    let left: Vec<_> = std::fs::read_dir(folder.join("tmp")).unwrap().collect();
+    assert!(left.is_empty(), "left behind: {left:?}");
+}
+
+#[test]
+fn bad_values_and_images_are_refused_in_one_line_and_nothing_is_made() {
+    let folder = playground();
+    let at = |name: &str| folder.path().join(name);
+    std::fs::write(at("empty"), "").unwrap();
+    std::fs::write(at("short"), [1; 100]).unwrap();
+    std::fs::write(at("unaligned"), [1; 1000]).unwrap();
+    std::fs::write(at("good"), [1; 4096]).unwrap();
+    std::fs::write(at("stale"), "").unwrap();
+    let _live = UnixListener::bind(at("live")).unwrap();
+    let before = listing(folder.path());
+    for (args, value, expected) in [
+        (&["serve", "missing"][..], "missing", "No such file"),
+        (&["serve", "empty"], "empty", "at least 512"),
+        (&["serve", "short"], "short", "multiple of 512"),
+        (&["serve", "unaligned"], "1000", "multiple of 512"),
+        (
+            &["serve", "."],
+            ".",
+            "expected a regular file or a block device",
+        ),
+        (&["serve", "qcow2:x"], "qcow2:x", "null:SIZE"),
+        (&["serve", "good", "missing"], "missing", "No such file"),
+        (
+            &["serve", "good", "--nbd", "stale"],
+            "stale",
+            "exists already",
+        ),
+        (
+            &["serve", "good", "--nbd", "live"],
+            "live",
+            "exists already",
+        ),
+        (
+            &["serve", "good", "--nbd", "no/where"],
+            "no/where",
+            "No such file",
+        ),
+        (&["serve", "good", "--queues", "17"], "17", "1..=16"),
+        (&["serve", "good", "--queues", "0"], "'0'", "1..=16"),
+        (&["serve", "good", "--ring-order", "5"], "5", "0..=4"),
+        (&["serve", "good", "--profile", "win9"], "win9", "linux6"),
+        (
+            &["serve", "good", "--fast"],
+            "--fast",
+            "unexpected argument",
+        ),
+        (&["serve"], "IMAGE", "required"),
+        (&["load", "null:5"], "null:5", "multiple of 512"),
+        (&["load", "good", "--rw", "scribble"], "scribble", "randrw"),
+        (
+            &["load", "null:", "--bs", "1000"],
+            "1000",
+            "multiple of 512",
+        ),
+        (&["load", "null:", "--bs", "256k"], "262144", "131072"),
+        (
+            &["load", "null:", "--queues", "1,x"],
+            "'x'",
+            "invalid digit",
+        ),
+        (&["load", "null:", "--runtime", "-1"], "-1", ""),
+        (&["frobnicate"], "frobnicate", "unrecognized subcommand"),
+    ] {
+        let output = output(folder.path(), args);
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert!(!output.status.success(), "{args:?} succeeded");
+        assert_eq!(said.lines().count(), 1, "{args:?}: {said}");
+        assert!(
+            said.contains(value) && said.contains(expected),
+            "{args:?}: {said}"
+        );
+        assert_eq!(output.stdout, b"", "{args:?}");
+    }
+    assert_eq!(listing(folder.path()), before);
+    assert_nothing_left(folder.path());
+}
+
+/// Every file with its length.
+fn listing(folder: &Path) -> Vec<(PathBuf, u64)> {
+    let entries = std::fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap());
+    let mut files: Vec<_> = entries
+        .filter(|entry| entry.file_name() != "tmp")
+        .map(|entry| (entry.path(), entry.metadata().unwrap().len()))
+        .collect();
+    files.sort();
+    files
+}
+
+/// A running `serve`, killed if a test ends before it did.
+struct Serving {
+    child: Child,
+    out: BufReader<ChildStdout>,
+    err: BufReader<ChildStderr>,
+}
+
+impl Drop for Serving {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Serving {
+    fn start(folder: &Path, args: &[&str]) -> Self {
+        let mut child = command(folder, args)
+            .stdout(Stdio::piped())
+            .stderr(Stdio::piped())
+            .spawn()
+            .unwrap();
+        let out = BufReader::new(child.stdout.take().unwrap());
+        let err = BufReader::new(child.stderr.take().unwrap());
+        Self { child, out, err }
+    }
+
+    fn line(&mut self) -> String {
+        let mut line = String::new();
+        self.out.read_line(&mut line).unwrap();
+        line
+    }
+
+    /// Sends `signal` and waits for the end; whether it was a success, and what was said on standard error.
+    fn end(mut self, signal: Signal) -> (bool, String) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+        let mut said = String::new();
+        self.err.read_to_string(&mut said).unwrap();
+        (self.child.wait().unwrap().success(), said)
+    }
+}
+
+#[test]
+fn serve_names_its_exports_and_removes_everything_when_interrupted() {
+    for signal in [Signal::INT, Signal::TERM] {
+        let folder = playground();
+        image(folder.path(), "a.img", MIB);
+        let args = [
+            "serve",
+            "a.img",
+            "memory:2M",
+            "--nbd",
+            "nbd.sock",
+            "--queues",
+            "2",
+        ];
+        let mut serving = Serving::start(folder.path(), &args);
+        for name in ["xvda", "xvdb"] {
+            let line = serving.line();
+            let uri = format!("nbd+unix:///{name}?socket=nbd.sock");
+            assert!(line.starts_with(&uri) && line.contains("2 rings"), "{line}");
+        }
+        assert!(folder.path().join("nbd.sock").exists());
+        assert_eq!(serving.end(signal), (true, String::new()));
+        assert!(!folder.path().join("nbd.sock").exists());
+        assert_nothing_left(folder.path());
+    }
+}
+
+#[test]
+fn serve_says_that_the_backend_died_and_fails_at_its_end() {
+    let folder = playground();
+    let serving = {
+        let mut serving = Serving::start(folder.path(), &["serve", "null:1G"]);
+        assert!(serving.line().starts_with("nbd+unix:///?socket="));
+        serving
+    };
+    let host = std::fs::read_dir(folder.path().join("tmp"))
+        .unwrap()
+        .next()
+        .unwrap()
+        .unwrap();
+    let control = host.path().join("control");
+    for pid in workers(&control) {
+        kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
+    }
+    eventually("the disk is closed", || {
+        status(&control)
+            .disks
+            .iter()
+            .all(|disk| disk.rings.is_empty())
+            .then_some(())
+    });
+    let (success, said) = serving.end(Signal::INT);
+    assert!(!success);
+    assert!(
+        said.contains("guest: xvda") && said.contains("xenblk-sim: xvda"),
+        "{said}"
+    );
+    assert_nothing_left(folder.path());
+}
+
+#[test]
+fn load_reports_each_number_of_rings_in_json() {
+    let folder = playground();
+    let args = [
+        "load", "null:", "--queues", "1,3", "--size", "4M", "--bs", "16k", "--json",
+    ];
+    let output = output(folder.path(), &args);
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+    let report: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    for (run, queues) in [(0, 1), (1, 3)] {
+        let run = &report["runs"][run];
+        assert_eq!(run["queues"], queues, "{report}");
+        assert_eq!(run["rings"].as_array().unwrap().len(), queues);
+        let requests = run["total"]["requests"].as_u64().unwrap();
+        assert!(
+            (256..=258).contains(&requests),
+            "{requests} of 256 requests"
+        );
+        assert_eq!(run["total"]["errors"], 0);
+    }
+    assert_nothing_left(folder.path());
+}
+
+#[test]
+fn load_does_not_change_an_image_it_only_reads_and_fills_one_it_writes() {
+    let folder = playground();
+    std::fs::write(folder.path().join("a.img"), vec![9; MIB as usize]).unwrap();
+    let short = ["--size", "1M", "--bs", "64k", "--queues", "2"];
+    for mode in ["read", "randread"] {
+        let mut args = vec!["load", "a.img", "--rw", mode];
+        args.extend(short);
+        let output = output(folder.path(), &args);
+        assert!(
+            output.status.success(),
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+        let table = String::from_utf8(output.stdout).unwrap();
+        assert!(table.contains("IOPS") && table.contains("all"), "{table}");
+    }
+    let data = std::fs::read(folder.path().join("a.img")).unwrap();
+    assert!(data.iter().all(|&byte| byte == 9));
+    let mut args = vec!["load", "a.img", "--rw", "write"];
+    args.extend(short);
+    assert!(output(folder.path(), &args).status.success());
+    let data = std::fs::read(folder.path().join("a.img")).unwrap();
+    assert!(
+        data.iter().all(|&byte| byte != 9),
+        "some blocks were not written"
+    );
+}
