@@ -16,6 +16,7 @@ use xenblk_tests::frontend::{Config, Disk, Profile};
 use xenblk_tests::pattern::{Pattern, SECTOR};
 use xenblk_tests::verify::{Layout, Options, Outcome, Stage, run_stage, total_sectors};
 use xenblk_tests::world::DRAIN;
+use xenblkd::stats::Snapshot;
 
 use crate::session::{Result, Session};
 use crate::table;
@@ -60,7 +61,7 @@ pub(crate) fn run() -> Result<ExitCode> {
         }
     }
     let interrupted = session.interrupt.came();
-    print_rings(&disk, &outcomes)?;
+    print_rings(&disk, &outcomes, &session.backend_counters()?)?;
     session.detach()?;
     let mut errors: u64 = outcomes.iter().map(Outcome::verify_errors).sum();
     if !interrupted {
@@ -145,11 +146,12 @@ fn progress_bar(stage: Stage, options: &Options) -> ProgressBar {
     bar
 }
 
-fn print_rings(disk: &Disk, outcomes: &[Outcome]) -> std::io::Result<()> {
+fn print_rings(disk: &Disk, outcomes: &[Outcome], backend: &[Snapshot]) -> std::io::Result<()> {
     let rows: Vec<Vec<String>> = outcomes
         .iter()
+        .zip(backend)
         .enumerate()
-        .map(|(ring, outcome)| {
+        .map(|(ring, (outcome, backend))| {
             let counters = disk.counters(ring);
             let notifies = counters.notifies.load(Ordering::Relaxed);
             let events = counters.events.load(Ordering::Relaxed);
@@ -163,6 +165,8 @@ fn print_rings(disk: &Disk, outcomes: &[Outcome]) -> std::io::Result<()> {
                 table::time(outcome.latency.percentile(990)),
                 table::ratio(outcome.requests, notifies),
                 table::ratio(outcome.requests, events),
+                backend.copies.to_string(),
+                table::ratio(backend.copied_segments, backend.copies),
             ]
         })
         .collect();
@@ -175,6 +179,8 @@ fn print_rings(disk: &Disk, outcomes: &[Outcome]) -> std::io::Result<()> {
         "p99",
         "requests/notify",
         "responses/event",
+        "copies",
+        "segments/copy",
     ];
     table::write(&mut stdout().lock(), &heads, &rows)
 }

@@ -4,11 +4,12 @@ use std::io::{Write, stdout};
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::time::Duration;
 
 use serde::Serialize;
-use xenblk_tests::frontend::{Config, Disk, Profile};
-use xenblk_tests::latency::Latency;
+use xenblk_tests::frontend::{Config, Disk, Profile, QueueCounters};
 use xenblk_tests::load::{Mode, RingResult, Spec, run as run_load};
+use xenblkd::stats::Snapshot;
 
 use crate::cli::Load;
 use crate::session::{Result, Session, check_image};
@@ -44,9 +45,9 @@ pub(crate) fn run(args: &Load) -> Result<ExitCode> {
             stop: Arc::clone(&session.interrupt.stop),
         };
         let results = run_load(&disk, &spec)?;
-        let run = Run::new(args.bs, &disk, &results);
+        let run = Run::new(args.bs, &disk, &results, &session.backend_counters()?);
         if !args.json {
-            run.print(&results)?;
+            run.print()?;
         }
         runs.push(run);
         let interrupted = session.interrupt.came();
@@ -98,13 +99,41 @@ struct Row {
     p50_us: f64,
     p99_us: f64,
     max_us: f64,
+    #[serde(flatten)]
+    sides: Sides,
+}
+
+/// What guest and backend counted.
+#[derive(Clone, Copy, Default, Serialize)]
+struct Sides {
     /// Events the guest sent, and those that woke it.
     notifies: u64,
     events: u64,
+    /// The backend's grant copy calls and their segments.
+    copies: u64,
+    copied_segments: u64,
+}
+
+impl Sides {
+    fn new(guest: &QueueCounters, backend: &Snapshot) -> Self {
+        Self {
+            notifies: guest.notifies.load(Ordering::Relaxed),
+            events: guest.events.load(Ordering::Relaxed),
+            copies: backend.copies,
+            copied_segments: backend.copied_segments,
+        }
+    }
+
+    fn add(&mut self, other: Self) {
+        self.notifies += other.notifies;
+        self.events += other.events;
+        self.copies += other.copies;
+        self.copied_segments += other.copied_segments;
+    }
 }
 
 impl Row {
-    fn new(result: &RingResult, block: u64, notifies: u64, events: u64) -> Self {
+    fn new(result: &RingResult, block: u64, sides: Sides) -> Self {
         let micros = |per_mille| result.latency.percentile(per_mille).as_secs_f64() * 1e6;
         Self {
             requests: result.requests,
@@ -114,65 +143,56 @@ impl Row {
             p50_us: micros(500),
             p99_us: micros(990),
             max_us: result.latency.max().as_secs_f64() * 1e6,
-            notifies,
-            events,
+            sides,
         }
+    }
+
+    fn cells(&self, name: String) -> Vec<String> {
+        let time = |micros: f64| table::time(Duration::from_secs_f64(micros / 1e6));
+        vec![
+            name,
+            self.requests.to_string(),
+            format!("{:.0}", self.iops),
+            format!("{:.1}", self.mib_per_second),
+            time(self.p50_us),
+            time(self.p99_us),
+            time(self.max_us),
+            table::ratio(self.requests, self.sides.notifies),
+            table::ratio(self.requests, self.sides.events),
+            self.sides.copies.to_string(),
+            table::ratio(self.sides.copied_segments, self.sides.copies),
+            self.errors.to_string(),
+        ]
     }
 }
 
 impl Run {
-    fn new(block: u64, disk: &Disk, results: &[RingResult]) -> Self {
+    fn new(block: u64, disk: &Disk, results: &[RingResult], backend: &[Snapshot]) -> Self {
         let mut all = RingResult::default();
+        let mut sum = Sides::default();
         let mut rings = Vec::new();
-        for (queue, result) in results.iter().enumerate() {
-            let counters = disk.counters(queue);
-            let notifies = counters.notifies.load(Ordering::Relaxed);
-            rings.push(Row::new(
-                result,
-                block,
-                notifies,
-                counters.events.load(Ordering::Relaxed),
-            ));
+        for (queue, (result, backend)) in results.iter().zip(backend).enumerate() {
+            let sides = Sides::new(disk.counters(queue), backend);
+            rings.push(Row::new(result, block, sides));
+            sum.add(sides);
             all.requests += result.requests;
             all.errors += result.errors;
             all.elapsed = all.elapsed.max(result.elapsed);
             all.latency.merge(&result.latency);
         }
-        let notifies = rings.iter().map(|row| row.notifies).sum();
-        let events = rings.iter().map(|row| row.events).sum();
         Self {
             queues: results.len(),
-            total: Row::new(&all, block, notifies, events),
+            total: Row::new(&all, block, sum),
             rings,
         }
     }
 
-    fn print(&self, results: &[RingResult]) -> std::io::Result<()> {
-        let mut all = Latency::default();
-        results.iter().for_each(|result| all.merge(&result.latency));
-        let latencies = results.iter().map(|result| &result.latency).chain([&all]);
-        let names = (0..self.queues)
-            .map(|ring| ring.to_string())
-            .chain(["all".into()]);
-        let rows = self.rings.iter().chain([&self.total]);
-        let rows = names
-            .zip(rows)
-            .zip(latencies)
-            .map(|((name, row), latency)| {
-                vec![
-                    name,
-                    row.requests.to_string(),
-                    format!("{:.0}", row.iops),
-                    format!("{:.1}", row.mib_per_second),
-                    table::time(latency.percentile(500)),
-                    table::time(latency.percentile(990)),
-                    table::time(latency.max()),
-                    table::ratio(row.requests, row.notifies),
-                    table::ratio(row.requests, row.events),
-                    row.errors.to_string(),
-                ]
-            });
-        let rows: Vec<_> = rows.collect();
+    fn print(&self) -> std::io::Result<()> {
+        let rings = self.rings.iter().enumerate();
+        let mut rows: Vec<_> = rings
+            .map(|(ring, row)| row.cells(ring.to_string()))
+            .collect();
+        rows.push(self.total.cells("all".into()));
         let heads = [
             "ring",
             "requests",
@@ -183,6 +203,8 @@ impl Run {
             "max",
             "requests/notify",
             "responses/event",
+            "copies",
+            "segments/copy",
             "errors",
         ];
         table::write(&mut stdout().lock(), &heads, &rows)?;

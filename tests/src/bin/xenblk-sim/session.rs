@@ -10,6 +10,8 @@ use xenblk_tests::disk::{GuestDisk, IoError, Op};
 use xenblk_tests::frontend::{Config, Disk};
 use xenblk_tests::toolstack::DiskSpec;
 use xenblk_tests::world::{Attached, DRAIN, Guest, Options, World};
+use xenblkd::control::{Request, Response, ask};
+use xenblkd::stats::Snapshot;
 use xenblkd::target::{OpenMode, TargetSpec, open};
 
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -93,6 +95,22 @@ impl Session {
             .attach(&self.guest, self.disks.len() as u32, &spec)?;
         self.disks.push((attached, Arc::clone(&disk)));
         Ok(disk)
+    }
+
+    /// What the backend counted for each ring of the first disk, from its control socket.
+    pub(crate) fn backend_counters(&self) -> Result<Vec<Snapshot>> {
+        let status = match ask(&self.world.control(), Request::Status {})? {
+            Response::Status(status) => status,
+            other => {
+                return Err(format!("the backend answered {other:?}, expected its status").into());
+            }
+        };
+        let disk = status
+            .disks
+            .into_iter()
+            .next()
+            .ok_or("the backend names no disk")?;
+        Ok(disk.rings.into_iter().map(|ring| ring.counters).collect())
     }
 
     pub(crate) fn domid(&self) -> u16 {

@@ -18,10 +18,11 @@ pub(crate) fn write(out: &mut impl Write, heads: &[&str], rows: &[Vec<String>]) 
     let widths: Vec<usize> = (0..heads.len()).map(width).collect();
     let heads: Vec<String> = heads.iter().map(|&head| head.to_owned()).collect();
     for row in [&heads].into_iter().chain(rows) {
-        for (cell, width) in row.iter().zip(&widths) {
-            write!(out, "{cell:>width$}  ")?;
-        }
-        writeln!(out)?;
+        let cells = row.iter().zip(&widths);
+        let cells: Vec<String> = cells
+            .map(|(cell, &width)| format!("{cell:>width$}"))
+            .collect();
+        writeln!(out, "{}", cells.join("  "))?;
     }
     Ok(())
 }
