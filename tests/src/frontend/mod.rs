@@ -10,6 +10,8 @@ mod negotiate;
 mod queue;
 mod ring;
 mod source;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::time::Duration;

@@ -1,6 +1,7 @@
 //! The simulator's command line, as a user meets it.
 
 use std::io::{BufRead, BufReader};
+use std::ops::Not;
 use std::os::unix::net::UnixListener;
 use std::process::{Child, ChildStderr, ChildStdout, Command, Output, Stdio};
 
@@ -27,6 +28,11 @@ fn command(folder: &Path, args: &[&str]) -> Command {
 
 fn output(folder: &Path, args: &[&str]) -> Output {
     command(folder, args).output().unwrap()
+}
+
+fn only_entry(folder: &Path) -> PathBuf {
+    let mut entries = std::fs::read_dir(folder).unwrap();
+    entries.next().expect("nothing there").unwrap().path()
 }
 
 fn assert_nothing_left(folder: &Path) {
@@ -201,12 +207,7 @@ fn serve_says_that_the_backend_died_and_fails_at_its_end() {
         assert!(serving.line().starts_with("nbd+unix:///?socket="));
         serving
     };
-    let host = std::fs::read_dir(folder.path().join("tmp"))
-        .unwrap()
-        .next()
-        .unwrap()
-        .unwrap();
-    let control = host.path().join("control");
+    let control = only_entry(&folder.path().join("tmp")).join("control");
     for pid in workers(&control) {
         kill_process(Pid::from_raw(pid).unwrap(), Signal::KILL).unwrap();
     }
@@ -224,6 +225,28 @@ fn serve_says_that_the_backend_died_and_fails_at_its_end() {
         "{said}"
     );
     assert_nothing_left(folder.path());
+}
+
+#[test]
+fn a_killed_simulator_takes_its_backend_with_it() {
+    let folder = playground();
+    let mut serving = Serving::start(folder.path(), &["serve", "memory:1M"]);
+    assert!(serving.line().starts_with("nbd+unix:///?socket="));
+    let host = only_entry(&folder.path().join("tmp"));
+    let workers = workers(&host.join("control"));
+    assert!(!workers.is_empty());
+    let (success, _) = serving.end(Signal::KILL);
+    assert!(!success);
+    for pid in workers {
+        // A zombie has no command line.
+        let command_line = PathBuf::from(format!("/proc/{pid}/cmdline"));
+        eventually("the worker's end", || {
+            std::fs::read(&command_line)
+                .is_ok_and(|text| !text.is_empty())
+                .not()
+                .then_some(())
+        });
+    }
 }
 
 #[test]

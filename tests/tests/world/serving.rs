@@ -1,5 +1,7 @@
 //! What a guest gets from a healthy backend.
 
+use xenblk_xenstore::{Client, Tx};
+
 use super::*;
 
 #[test]
@@ -166,4 +168,97 @@ fn a_guest_that_resets_its_disk_gets_a_new_connection() {
     }
     world.detach(attached).unwrap();
     wait_until_let_go(&world);
+}
+
+/// What `xenstore-ls` shows of the two directories on a real host (Xen 4.17, xl, Linux 6.1), with this
+/// backend's offer.
+#[test]
+fn the_store_looks_as_on_a_real_host() {
+    let mut world = world();
+    let guest = world.guest(linux(2, 1), 1).unwrap();
+    let (attached, _disk) = world.attach(&guest, 0, &spec("null:1G")).unwrap();
+    let nodes = world.block_on(async {
+        let socket = world.directory().join("xenstore");
+        let (store, _events) = Client::connect(socket).await.unwrap();
+        let mut nodes = Vec::new();
+        for directory in [
+            "/local/domain/0/backend/vbd/1/51712",
+            "/local/domain/1/device/vbd/51712",
+        ] {
+            list(&store, directory, &mut nodes).await;
+        }
+        nodes
+    });
+    // Numbers that depend on what the guest did before are only checked to be numbers.
+    let numbered = |node: &String| node.contains("ring-ref") || node.contains("event-channel");
+    let (numbers, nodes): (Vec<String>, Vec<String>) = nodes.into_iter().partition(numbered);
+    assert_eq!(numbers.len(), 6, "{numbers:?}");
+    for node in &numbers {
+        let (_, value) = node.split_once('=').unwrap();
+        assert!(
+            value.parse::<u32>().is_ok_and(|number| number > 0),
+            "{node}"
+        );
+    }
+    let expected = [
+        "backend/vbd/1/51712/bootable=1",
+        "backend/vbd/1/51712/dev=xvda",
+        "backend/vbd/1/51712/device-type=disk",
+        "backend/vbd/1/51712/discard-alignment=0",
+        "backend/vbd/1/51712/discard-enable=1",
+        "backend/vbd/1/51712/discard-granularity=512",
+        "backend/vbd/1/51712/discard-secure=0",
+        "backend/vbd/1/51712/feature-barrier=0",
+        "backend/vbd/1/51712/feature-discard=1",
+        "backend/vbd/1/51712/feature-flush-cache=1",
+        "backend/vbd/1/51712/feature-max-indirect-segments=256",
+        "backend/vbd/1/51712/feature-persistent=0",
+        "backend/vbd/1/51712/frontend-id=1",
+        "backend/vbd/1/51712/frontend=/local/domain/1/device/vbd/51712",
+        "backend/vbd/1/51712/info=0",
+        "backend/vbd/1/51712/max-ring-page-order=4",
+        "backend/vbd/1/51712/mode=w",
+        "backend/vbd/1/51712/multi-queue-max-queues=16",
+        "backend/vbd/1/51712/online=1",
+        "backend/vbd/1/51712/params=null:1G",
+        "backend/vbd/1/51712/physical-sector-size=512",
+        "backend/vbd/1/51712/removable=0",
+        "backend/vbd/1/51712/script=block-xenblkd",
+        "backend/vbd/1/51712/sector-size=512",
+        "backend/vbd/1/51712/sectors=2097152",
+        "backend/vbd/1/51712/specification=xen",
+        "backend/vbd/1/51712/state=4",
+        "backend/vbd/1/51712/type=phy",
+        "device/vbd/51712/backend-id=0",
+        "device/vbd/51712/backend=/local/domain/0/backend/vbd/1/51712",
+        "device/vbd/51712/device-type=disk",
+        "device/vbd/51712/feature-persistent=0",
+        "device/vbd/51712/multi-queue-num-queues=2",
+        "device/vbd/51712/protocol=x86_64-abi",
+        "device/vbd/51712/queue-0=",
+        "device/vbd/51712/queue-1=",
+        "device/vbd/51712/ring-page-order=1",
+        "device/vbd/51712/state=4",
+        "device/vbd/51712/trusted=1",
+        "device/vbd/51712/virtual-device=51712",
+    ];
+    assert_eq!(nodes, expected);
+    world.detach(attached).unwrap();
+}
+
+/// Every node below `directory` as `path=value`, without the domain in front, sorted.
+async fn list(store: &Client, directory: &str, nodes: &mut Vec<String>) {
+    let mut left = vec![directory.to_owned()];
+    let mut found = Vec::new();
+    while let Some(path) = left.pop() {
+        for child in store.directory(Tx::NONE, &path).await.unwrap() {
+            let path = format!("{path}/{child}");
+            let value = store.read(Tx::NONE, &path).await.unwrap();
+            let short = path.splitn(5, '/').last().unwrap();
+            found.push(format!("{short}={}", String::from_utf8(value).unwrap()));
+            left.push(path);
+        }
+    }
+    found.sort();
+    nodes.append(&mut found);
 }

@@ -52,6 +52,9 @@ pub(crate) fn run() -> Result<ExitCode> {
     };
     let mut outcomes = vec![Outcome::default(); disk.queues()];
     for stage in Stage::ALL {
+        if session.interrupt.came() {
+            break;
+        }
         let part = observe(stage, &options, || run_stage(&disk, stage, &options));
         for (sum, outcome) in outcomes.iter_mut().zip(&part) {
             sum.merge(outcome);
