@@ -110,8 +110,7 @@ impl Store {
         let node = format!("{BACKEND}/{key}");
         assert!(
             self.command("xenstore-write")
-                .arg(node)
-                .arg(value)
+                .args(["--", &node, value])
                 .status()
                 .unwrap()
                 .success()
