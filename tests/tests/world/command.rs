@@ -199,6 +199,31 @@ fn serve_names_its_exports_and_removes_everything_when_interrupted() {
     }
 }
 
+/// However early it comes, once there is anything to take away.
+#[test]
+fn a_signal_during_the_start_leaves_nothing_behind() {
+    for (signal, args) in [
+        (Signal::INT, &["serve", "memory:1M"][..]),
+        (Signal::TERM, &["load", "null:"]),
+        (Signal::HUP, &[]),
+    ] {
+        let folder = playground();
+        let serving = Serving::start(folder.path(), args);
+        // A busy loop: what is looked for is there for a moment only.
+        while std::fs::read_dir(folder.path().join("tmp"))
+            .unwrap()
+            .next()
+            .is_none()
+        {}
+        let (_, said) = serving.end(signal);
+        assert!(
+            said.is_empty() || said == "xenblk-sim: interrupted\n",
+            "{said}"
+        );
+        assert_nothing_left(folder.path());
+    }
+}
+
 #[test]
 fn serve_says_that_the_backend_died_and_fails_at_its_end() {
     let folder = playground();

@@ -18,7 +18,7 @@ use xenblk_tests::verify::{Layout, Options, Outcome, Stage, run_stage, total_sec
 use xenblk_tests::world::DRAIN;
 use xenblkd::stats::Snapshot;
 
-use crate::session::{Result, Session};
+use crate::session::{Interrupt, Result, Session};
 use crate::table;
 
 /// The image's size in bytes.
@@ -32,6 +32,7 @@ pub(crate) fn run() -> Result<ExitCode> {
         queues: 4,
         ring_order: 0,
     };
+    let interrupt = Interrupt::install()?;
     let mut session = Session::start(config, 1)?;
     let image = session.world.directory().join("disk.img");
     File::create_new(&image)?.set_len(SIZE)?;
@@ -48,11 +49,11 @@ pub(crate) fn run() -> Result<ExitCode> {
         },
         depth: DEPTH,
         progress: Arc::new(AtomicU64::new(0)),
-        stop: Arc::clone(&session.interrupt.stop),
+        stop: Arc::clone(&interrupt.stop),
     };
     let mut outcomes = vec![Outcome::default(); disk.queues()];
     for stage in Stage::ALL {
-        if session.interrupt.came() {
+        if interrupt.came() {
             break;
         }
         let part = observe(stage, &options, || run_stage(&disk, stage, &options));
@@ -63,7 +64,7 @@ pub(crate) fn run() -> Result<ExitCode> {
             return Err("the flush failed".into());
         }
     }
-    let interrupted = session.interrupt.came();
+    let interrupted = interrupt.came();
     print_rings(&disk, &outcomes, &session.backend_counters()?)?;
     session.detach()?;
     let mut errors: u64 = outcomes.iter().map(Outcome::verify_errors).sum();

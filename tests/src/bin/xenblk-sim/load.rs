@@ -12,7 +12,7 @@ use xenblk_tests::load::{Mode, RingResult, Spec, run as run_load};
 use xenblkd::stats::Snapshot;
 
 use crate::cli::Load;
-use crate::session::{Result, Session, check_image};
+use crate::session::{Interrupt, Result, Session, check_image};
 use crate::table;
 
 /// What plain `null:` means.
@@ -27,6 +27,7 @@ pub(crate) fn run(args: &Load) -> Result<ExitCode> {
         &args.image
     };
     check_image(image, readonly)?;
+    let interrupt = Interrupt::install()?;
     let mut runs = Vec::new();
     for &queues in &args.queues {
         let config = Config {
@@ -42,7 +43,7 @@ pub(crate) fn run(args: &Load) -> Result<ExitCode> {
             depth: args.iodepth as usize,
             runtime: args.runtime,
             size: args.size,
-            stop: Arc::clone(&session.interrupt.stop),
+            stop: Arc::clone(&interrupt.stop),
         };
         let results = run_load(&disk, &spec)?;
         let run = Run::new(args.bs, &disk, &results, &session.backend_counters()?);
@@ -50,9 +51,8 @@ pub(crate) fn run(args: &Load) -> Result<ExitCode> {
             run.print()?;
         }
         runs.push(run);
-        let interrupted = session.interrupt.came();
         session.end()?;
-        if interrupted {
+        if interrupt.came() {
             break;
         }
     }

@@ -10,7 +10,7 @@ use xenblk_tests::nbd::{self, Export, ServeError};
 use xenblk_tests::world::DRAIN;
 
 use crate::cli::Serve;
-use crate::session::{Result, Session, check_image};
+use crate::session::{Interrupt, Result, Session, check_image};
 
 pub(crate) fn run(args: &Serve) -> Result<ExitCode> {
     for image in &args.images {
@@ -28,6 +28,7 @@ pub(crate) fn run(args: &Serve) -> Result<ExitCode> {
         queues: args.queues,
         ring_order: args.ring_order,
     };
+    let interrupt = Interrupt::install()?;
     let mut session = Session::start(config, args.images.len())?;
     let disks = args
         .images
@@ -59,7 +60,7 @@ pub(crate) fn run(args: &Serve) -> Result<ExitCode> {
             "{uri}  {image}: {size} bytes, {queues} rings{mode}"
         )?;
     }
-    session.interrupt.wait(&session.world);
+    interrupt.wait(&session.world);
     let cut = server.shutdown(DRAIN);
     session.end()?;
     if cut > 0 {

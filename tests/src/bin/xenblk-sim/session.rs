@@ -3,7 +3,9 @@
 use std::error::Error;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
 
+use tokio::runtime;
 use tokio::signal::unix::{SignalKind, signal};
 use tokio::sync::Notify;
 use xenblk_tests::disk::{GuestDisk, IoError, Op};
@@ -22,7 +24,8 @@ pub(crate) fn check_image(image: &str, readonly: bool) -> Result<()> {
     Ok(())
 }
 
-/// SIGINT or SIGTERM came.
+/// SIGINT, SIGTERM or SIGHUP came. Made before anything that has to be taken away again, and once for a
+/// whole command, so that there is no moment at which a signal is fatal or forgotten.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Interrupt {
     pub(crate) stop: Arc<AtomicBool>,
@@ -30,23 +33,37 @@ pub(crate) struct Interrupt {
 }
 
 impl Interrupt {
-    fn install(&self, world: &World) -> std::io::Result<()> {
-        let (mut interrupt, mut terminate) = world.block_on(async {
-            Ok::<_, std::io::Error>((
+    /// Takes the signals from here on. They are waited for on a thread of their own, for as long as the
+    /// process lives.
+    pub(crate) fn install() -> std::io::Result<Self> {
+        let runtime = runtime::Builder::new_current_thread()
+            .enable_all()
+            .build()?;
+        let mut signals = {
+            let _entered = runtime.enter();
+            [
                 signal(SignalKind::interrupt())?,
                 signal(SignalKind::terminate())?,
-            ))
-        })?;
-        let this = self.clone();
-        world.spawn(async move {
-            tokio::select! {
-                _ = interrupt.recv() => {}
-                _ = terminate.recv() => {}
-            }
-            this.stop.store(true, Ordering::Relaxed);
-            this.came.notify_one();
-        });
-        Ok(())
+                signal(SignalKind::hangup())?,
+            ]
+        };
+        let interrupt = Self::default();
+        let this = interrupt.clone();
+        thread::Builder::new()
+            .name("signals".into())
+            .spawn(move || {
+                let [interrupt, terminate, hangup] = &mut signals;
+                runtime.block_on(async {
+                    tokio::select! {
+                        _ = interrupt.recv() => {}
+                        _ = terminate.recv() => {}
+                        _ = hangup.recv() => {}
+                    }
+                });
+                this.stop.store(true, Ordering::Relaxed);
+                this.came.notify_one();
+            })?;
+        Ok(interrupt)
     }
 
     /// Waits for it.
@@ -64,7 +81,6 @@ impl Interrupt {
 pub(crate) struct Session {
     pub(crate) world: World,
     guest: Guest,
-    pub(crate) interrupt: Interrupt,
     disks: Vec<(Attached, Arc<Disk>)>,
 }
 
@@ -72,13 +88,10 @@ impl Session {
     /// Starts everything for a guest of up to `disks` disks.
     pub(crate) fn start(config: Config, disks: usize) -> Result<Self> {
         let mut world = World::start(Options::new("/proc/self/exe"))?;
-        let interrupt = Interrupt::default();
-        interrupt.install(&world)?;
         let guest = world.guest(config, disks)?;
         Ok(Self {
             world,
             guest,
-            interrupt,
             disks: Vec::new(),
         })
     }
