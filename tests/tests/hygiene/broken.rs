@@ -150,9 +150,23 @@ fn allow_is_found_and_expect_is_not() {
 
 #[test]
 fn machine_paths_are_found() {
-    assert!(rules::machine_paths("a", "/dev/xen/gntdev /run/xenblkd network/ home/").is_empty());
-    let bad = ["/", "ro", "ot/x"].concat();
-    assert_eq!(rules::machine_paths("a", &format!("\n{bad}")).len(), 1);
+    let name = ["/", "ro", "ot/x"].concat();
+    for good in [
+        "/dev/xen/gntdev /run/xenblkd network/ home/",
+        "$to#",
+        "\"$to\"#",
+        "${to}#",
+    ] {
+        let text = good.replace('#', &name);
+        assert!(rules::machine_paths("a", &text).is_empty(), "{text}");
+    }
+    for bad in ["\n#", "a #", "cd \"#\"", "to=#", "raw:#"] {
+        assert_eq!(
+            rules::machine_paths("a", &bad.replace('#', &name)).len(),
+            1,
+            "{bad}"
+        );
+    }
 }
 
 #[test]

@@ -173,15 +173,23 @@ pub(crate) fn machine_paths(path: &str, text: &str) -> Vec<String> {
     let mut wrong = Vec::new();
     for (number, line) in text.lines().enumerate() {
         for (head, tail) in FOLDERS {
-            if line.contains(&format!("{head}{tail}")) {
+            let name = format!("{head}{tail}");
+            let begins_path = |(at, _)| !ends_inside_a_path(&line[..at]);
+            if line.match_indices(&name).any(begins_path) {
                 let number = number + 1;
                 wrong.push(format!(
-                    "{path}:{number}: names {head}{tail}, a place of one machine"
+                    "{path}:{number}: names {name}, a place of one machine"
                 ));
             }
         }
     }
     wrong
+}
+
+/// A path goes on after this text, as after `$folder` or `"$folder"`.
+fn ends_inside_a_path(before: &str) -> bool {
+    let unquoted = before.trim_end_matches(['"', '\'', '`']);
+    unquoted.ends_with(|c: char| c.is_alphanumeric() || "_-.}~".contains(c))
 }
 
 /// Commands in the fenced blocks of a document: `cargo run` must name one of `binaries`, and a script
