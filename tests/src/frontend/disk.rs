@@ -70,6 +70,7 @@ impl Disk {
                 jobs: job_queue,
                 job: None,
                 job_in_flight: 0,
+                held: None,
                 link: Arc::clone(&link),
                 counters: Arc::clone(&counters),
             };

@@ -7,15 +7,21 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::Receiver;
 
-use rustix::event::{PollFd, PollFlags, poll};
+use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use xenblk_grants::fake::FakeDomain;
 use xenblk_ring::Status;
 
 use super::inbox::Inbox;
 use super::link::Link;
 use super::ring::{Answer, GuestRing, Owner, RingParts, Violation};
-use super::source::{GuestBuffer, IoKind, Job, Limits, Source};
+use super::source::{GuestBuffer, Io, IoKind, Job, Limits, Source};
 use crate::disk::IoError;
+
+/// After how long a ring that waits for other rings' grants looks for them again.
+const RETRY: Timespec = Timespec {
+    tv_sec: 0,
+    tv_nsec: 1_000_000,
+};
 
 /// What a queue counted; written by its thread, read by anyone.
 #[derive(Debug, Default)]
@@ -41,8 +47,10 @@ pub(super) struct Queue {
     pub(super) inbox: Inbox,
     pub(super) jobs: Receiver<Box<dyn Job>>,
     pub(super) job: Option<Box<dyn Job>>,
-    /// Requests of the job in flight.
+    /// Requests of the job in flight or held.
     pub(super) job_in_flight: usize,
+    /// A request for which the guest had no memory or grants left; nothing else is sent before it.
+    pub(super) held: Option<(Io, Owner)>,
     pub(super) link: Arc<Link>,
     pub(super) counters: Arc<QueueCounters>,
 }
@@ -56,7 +64,8 @@ impl Queue {
                     .disable(format!("ring {}: {violation}", self.number));
             }
         }
-        for (io, owner) in self.ring.abandon() {
+        let unanswered = self.ring.abandon().into_iter().chain(self.held.take());
+        for (io, owner) in unanswered {
             let buffer = GuestBuffer {
                 domain: &self.domain,
                 pages: &[],
@@ -85,7 +94,8 @@ impl Queue {
             return Ok(());
         }
         self.link.wakes[self.number].prepare();
-        if self.inbox.is_idle() && !self.has_new_job() && self.link.gone().is_none() {
+        let nothing_to_send = self.held.is_some() || (self.inbox.is_idle() && !self.has_new_job());
+        if nothing_to_send && self.link.gone().is_none() {
             self.sleep();
         }
         self.link.wakes[self.number].awake();
@@ -98,8 +108,10 @@ impl Queue {
             PollFd::from_borrowed_fd(self.port_fd.as_fd(), PollFlags::IN),
             PollFd::from_borrowed_fd(wake.as_fd(), PollFlags::IN),
         ];
+        // Other rings don't say when they give grants back; our own answers do.
+        let waits_for_others = self.held.is_some() && self.ring.is_idle();
         // Fails only with EINTR, and the caller looks at everything again anyway.
-        let _ = poll(&mut fds, None);
+        let _ = poll(&mut fds, waits_for_others.then_some(&RETRY));
         if !fds[0].revents().is_empty() {
             let mut count = [0; 8];
             let _ = rustix::io::read(&self.port_fd, &mut count);
@@ -142,11 +154,14 @@ impl Queue {
 
     /// Fills the ring, the job's and the inbox's requests in turn, then publishes and notifies once.
     fn send(&mut self) -> Result<bool, Violation> {
-        let mut any = false;
+        let mut any = match self.held.take() {
+            Some((io, owner)) => self.push(io, owner)?,
+            None => false,
+        };
         let mut dry = [false; 2];
-        while self.ring.has_room() && dry != [true; 2] {
+        while self.can_send() && dry != [true; 2] {
             for (owner, dry) in [Owner::Job, Owner::Inbox].into_iter().zip(&mut dry) {
-                let sent = self.ring.has_room() && self.send_one(owner)?;
+                let sent = self.can_send() && self.send_one(owner)?;
                 any |= sent;
                 *dry = !sent;
             }
@@ -156,6 +171,10 @@ impl Queue {
             self.domain.notify(self.ring.parts.port);
         }
         Ok(any)
+    }
+
+    fn can_send(&self) -> bool {
+        self.held.is_none() && self.ring.has_room()
     }
 
     fn send_one(&mut self, owner: Owner) -> Result<bool, Violation> {
@@ -176,11 +195,22 @@ impl Queue {
             source.done(&io, Ok(()), &nothing);
             return Ok(true);
         }
-        self.ring
-            .push(io, owner, |buffer| source.fill(&io, buffer))?;
-        self.counters.requests.fetch_add(1, Ordering::Relaxed);
         self.job_in_flight += usize::from(owner == Owner::Job);
-        Ok(true)
+        self.push(io, owner)
+    }
+
+    /// Puts a request on the ring, or holds it.
+    fn push(&mut self, io: Io, owner: Owner) -> Result<bool, Violation> {
+        let Some(source) = Self::source(&mut self.inbox, &mut self.job, owner) else {
+            return Ok(false);
+        };
+        let fill = |buffer: &GuestBuffer<'_>| source.fill(&io, buffer);
+        if self.ring.push(io, owner, fill)? {
+            self.counters.requests.fetch_add(1, Ordering::Relaxed);
+            return Ok(true);
+        }
+        self.held = Some((io, owner));
+        Ok(false)
     }
 
     /// Takes the next job once there is none; true if it did.

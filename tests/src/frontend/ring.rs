@@ -87,9 +87,6 @@ pub(super) enum Violation {
     StillMapped { id: u64, gref: GrantRef },
     #[error("response to id {id} has status {status}")]
     Status { id: u64, status: i16 },
-    /// Ours, not the backend's: the world was made too small.
-    #[error("the guest's memory or grant table is used up")]
-    Memory,
 }
 
 /// What a request in flight holds.
@@ -162,21 +159,30 @@ impl GuestRing {
         !self.free_ids.is_empty()
     }
 
+    /// Nothing is in flight, so nothing will be answered.
+    pub(super) fn is_idle(&self) -> bool {
+        self.free_ids.len() == self.shadows.len()
+    }
+
     /// Puts one request on the ring without publishing it; `fill` writes a WRITE's data. To be called
-    /// only while there [is room](Self::has_room).
+    /// only while there [is room](Self::has_room). False: the guest's memory or its grants, which all
+    /// rings share, are used up; nothing was done, and it is to be tried again when some were given back.
     pub(super) fn push(
         &mut self,
         io: Io,
         owner: Owner,
         fill: impl FnOnce(&GuestBuffer<'_>),
-    ) -> Result<(), Violation> {
+    ) -> Result<bool, Violation> {
         let Some(id) = self.free_ids.pop() else {
-            return Ok(());
+            return Ok(false);
         };
         let mut shadow = std::mem::take(&mut self.shadows[id]);
-        let request = self
-            .prepare(id as u64, &io, &mut shadow, fill)
-            .ok_or(Violation::Memory)?;
+        let Some(request) = self.prepare(id as u64, &io, &mut shadow, fill) else {
+            self.undo(&mut shadow);
+            self.shadows[id] = shadow;
+            self.free_ids.push(id);
+            return Ok(false);
+        };
         shadow.operation = match request {
             Request::Rw(RwRequest { op, .. }) | Request::Indirect(IndirectRequest { op, .. }) => {
                 op.operation()
@@ -190,7 +196,8 @@ impl GuestRing {
         self.parts
             .front
             .push(&request.encode(Abi::NATIVE))
-            .map_err(|_| Violation::Ring)
+            .map_err(|_| Violation::Ring)?;
+        Ok(true)
     }
 
     /// Grants the request's pages and puts it into words. None: memory or grants are used up.
@@ -226,36 +233,51 @@ impl GuestRing {
                 .push((page, Segment::new(gref.0, first as u8, last as u8)?));
             at += last - first + 1;
         }
+        let segments: Vec<Segment> = shadow.pages.iter().map(|&(_, segment)| segment).collect();
+        let request = match DirectSegments::new(&segments) {
+            Some(segments) => Request::Rw(RwRequest {
+                id,
+                op,
+                sector,
+                segments,
+            }),
+            None => {
+                let (page, gref) = self.grant_page()?;
+                shadow.indirect = Some((page, gref));
+                self.domain.write(page, 0, &encode_indirect_page(&segments));
+                let mut grefs = [0; MAX_INDIRECT_PAGES];
+                grefs[0] = gref.0;
+                let count = u16::try_from(segments.len()).ok()?;
+                Request::Indirect(IndirectRequest::new(id, op, sector, count, grefs).ok()?)
+            }
+        };
         if io.kind == IoKind::Write {
             fill(&GuestBuffer {
                 domain: &self.domain,
                 pages: &shadow.pages,
             });
         }
-        let segments: Vec<Segment> = shadow.pages.iter().map(|&(_, segment)| segment).collect();
-        if let Some(segments) = DirectSegments::new(&segments) {
-            return Some(Request::Rw(RwRequest {
-                id,
-                op,
-                sector,
-                segments,
-            }));
+        Some(request)
+    }
+
+    /// Takes back what a request that could not be sent was given.
+    fn undo(&mut self, shadow: &mut Shadow) {
+        let data = shadow.pages.drain(..);
+        let data = data.map(|(page, segment)| (page, GrantRef(segment.gref())));
+        for (page, gref) in data.chain(shadow.indirect.take()) {
+            // The backend has never heard of it.
+            let _ = self.domain.end_access(gref);
+            self.free_pages.push(page);
         }
-        let (page, gref) = self.grant_page()?;
-        shadow.indirect = Some((page, gref));
-        self.domain.write(page, 0, &encode_indirect_page(&segments));
-        let mut grefs = [0; MAX_INDIRECT_PAGES];
-        grefs[0] = gref.0;
-        let count = u16::try_from(segments.len()).ok()?;
-        IndirectRequest::new(id, op, sector, count, grefs)
-            .ok()
-            .map(Request::Indirect)
     }
 
     /// A page of ours, granted read-write as Linux does for every operation.
     fn grant_page(&mut self) -> Option<(Gfn, GrantRef)> {
         let page = self.free_pages.pop().or_else(|| self.domain.alloc_page())?;
-        let gref = self.domain.grant(page, self.backend, false)?;
+        let Some(gref) = self.domain.grant(page, self.backend, false) else {
+            self.free_pages.push(page);
+            return None;
+        };
         Some((page, gref))
     }
 

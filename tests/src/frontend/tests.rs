@@ -201,6 +201,33 @@ fn a_failed_flush_is_reported_as_done_and_the_last_one() {
 }
 
 #[test]
+fn requests_wait_while_the_guest_has_no_memory_for_them() {
+    let mut bench = Bench::new();
+    // 63 pages are left, enough for five requests of 11.
+    let (done, outcomes) = sync_channel(32);
+    for _ in 0..32 {
+        let op = Op::Write {
+            offset: 0,
+            data: vec![7; 11 * 4096],
+        };
+        let done = done.clone();
+        bench
+            .disk
+            .submit(0, op, Box::new(move |result| drop(done.send(result))));
+    }
+    for answered in 0..32 {
+        let deadline = Instant::now() + PATIENCE;
+        while bench.words.load_acquire(REQ_PROD) <= answered {
+            assert_eq!(bench.disk.gone(), None);
+            assert!(Instant::now() < deadline, "request {answered} never came");
+            std::thread::yield_now();
+        }
+        bench.respond(bench.id(answered), OP_WRITE, OKAY);
+        assert_eq!(outcomes.recv_timeout(PATIENCE), Ok(Ok(Vec::new())));
+    }
+}
+
+#[test]
 fn requests_outside_the_disk_or_its_sectors_are_not_sent() {
     let bench = Bench::new();
     for (offset, len) in [(0, 100), (5, 512), (1 << 20, 512), (u64::MAX - 511, 512)] {
