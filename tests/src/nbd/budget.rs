@@ -10,6 +10,8 @@ use super::{MAX_PAYLOAD, MAX_REQUESTS};
 struct Left {
     bytes: u32,
     requests: u32,
+    /// Nobody waits for answers any more.
+    closed: bool,
 }
 
 /// The allowance of one connection.
@@ -23,6 +25,7 @@ impl Budget {
         let left = Left {
             bytes: MAX_PAYLOAD,
             requests: MAX_REQUESTS,
+            closed: false,
         };
         Arc::new(Self {
             left: Mutex::new(left),
@@ -30,19 +33,29 @@ impl Budget {
         })
     }
 
-    /// Waits until one more request of `bytes` (at most [`MAX_PAYLOAD`]) fits.
-    pub(super) fn take(self: &Arc<Self>, bytes: u32) -> Permit {
+    /// Waits until one more request of `bytes` (at most [`MAX_PAYLOAD`]) fits; none once it is closed.
+    pub(super) fn take(self: &Arc<Self>, bytes: u32) -> Option<Permit> {
         let bytes = bytes.min(MAX_PAYLOAD);
         let mut left = self.left.lock();
-        while left.requests == 0 || left.bytes < bytes {
+        while !left.closed && (left.requests == 0 || left.bytes < bytes) {
             self.returned.wait(&mut left);
+        }
+        if left.closed {
+            return None;
         }
         left.requests -= 1;
         left.bytes -= bytes;
-        Permit {
+        Some(Permit {
             bytes,
             budget: Arc::clone(self),
-        }
+        })
+    }
+
+    /// Ends the reading of requests. Shutting the socket down does not: what the kernel has queued of a
+    /// client's requests can still be read, thousands of them.
+    pub(super) fn close(&self) {
+        self.left.lock().closed = true;
+        self.returned.notify_one();
     }
 }
 

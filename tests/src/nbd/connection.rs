@@ -24,20 +24,25 @@ const ZEROES_PIECE: u32 = 1 << 20;
 
 /// Serves requests until the client disconnects, breaks the protocol or goes away; everything in
 /// flight is answered first. `number` is where this connection starts its round robin over the queues.
-pub(super) fn transmit(stream: &UnixStream, disk: &Arc<dyn GuestDisk>, number: usize) {
+pub(super) fn transmit(
+    stream: &UnixStream,
+    disk: &Arc<dyn GuestDisk>,
+    number: usize,
+    budget: &Arc<Budget>,
+) {
     let Ok(output) = stream.try_clone() else {
         return;
     };
     let (completed, completions) = unbounded();
-    let follow_up = Arc::clone(disk);
+    let (follow_up, allowance) = (Arc::clone(disk), Arc::clone(budget));
     let replier = thread::Builder::new()
         .name(format!("nbd-{number}-reply"))
-        .spawn(move || reply(&output, follow_up.as_ref(), &completions));
+        .spawn(move || reply(&output, follow_up.as_ref(), &completions, &allowance));
     let Ok(replier) = replier else { return };
     let reader = Reader {
         disk: disk.as_ref(),
         info: disk.info(),
-        budget: Budget::new(),
+        budget: Arc::clone(budget),
         completed,
     };
     // However it ends, nothing more is read; what was accepted is still answered.
@@ -163,7 +168,9 @@ impl Reader<'_> {
             if request.command == command::DISC {
                 return Ok(());
             }
-            let permit = self.budget.take(memory(&request));
+            let Some(permit) = self.budget.take(memory(&request)) else {
+                return Ok(());
+            };
             let judged = self.judge(&request);
             if judged.is_err() {
                 skip_payload(&request, &mut input)?;
@@ -294,7 +301,12 @@ fn skip_payload(request: &Request, input: impl Read) -> io::Result<()> {
 
 /// Answers completed requests until the reader has ended and nothing is in flight, or the client no
 /// longer takes answers.
-fn reply(output: &UnixStream, disk: &dyn GuestDisk, completions: &Receiver<Completion>) {
+fn reply(
+    output: &UnixStream,
+    disk: &dyn GuestDisk,
+    completions: &Receiver<Completion>,
+    budget: &Budget,
+) {
     for Completion { pending, outcome } in completions {
         let (pending, outcome) = match outcome {
             Ok(data) => match pending.go_on(disk) {
@@ -312,6 +324,8 @@ fn reply(output: &UnixStream, disk: &dyn GuestDisk, completions: &Receiver<Compl
             ),
         };
         if written.is_err() {
+            // Before the permit goes back: no further request is worth reading.
+            budget.close();
             break;
         }
         // The permit goes back only now, with the reply written.

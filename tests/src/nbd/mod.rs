@@ -28,6 +28,7 @@ use rustix::fs::Mode;
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 
 use crate::disk::{DiskInfo, GuestDisk};
+use budget::Budget;
 
 /// Largest READ or WRITE, in bytes; announced as the maximum block size. Also the most memory that a
 /// connection's requests may hold.
@@ -189,8 +190,8 @@ impl std::fmt::Debug for Shared {
 struct Connections {
     /// Numbers are never reused; they start the round robin over the queues.
     next: usize,
-    /// A second handle on each open connection, to end it by.
-    open: HashMap<usize, UnixStream>,
+    /// A second handle on each open connection and its allowance, to end it by.
+    open: HashMap<usize, (UnixStream, Arc<Budget>)>,
 }
 
 impl Shared {
@@ -202,9 +203,12 @@ impl Shared {
         }
         let number = connections.next;
         connections.next = number.wrapping_add(1);
-        connections.open.insert(number, stream.try_clone().ok()?);
+        let budget = Budget::new();
+        let handle = (stream.try_clone().ok()?, Arc::clone(&budget));
+        connections.open.insert(number, handle);
         Some(Registration {
             number,
+            budget,
             shared: Arc::clone(self),
         })
     }
@@ -212,7 +216,8 @@ impl Shared {
     fn drain(&self, patience: Duration) -> usize {
         let deadline = Instant::now() + patience;
         let mut connections = self.connections.lock();
-        for stream in connections.open.values() {
+        for (stream, budget) in connections.open.values() {
+            budget.close();
             let _ = stream.shutdown(Shutdown::Read);
         }
         while !connections.open.is_empty() {
@@ -224,7 +229,7 @@ impl Shared {
                 break;
             }
         }
-        for stream in connections.open.values() {
+        for (stream, _) in connections.open.values() {
             let _ = stream.shutdown(Shutdown::Both);
         }
         connections.open.len()
@@ -234,6 +239,7 @@ impl Shared {
 /// Held by a connection's thread for as long as the connection lives.
 struct Registration {
     number: usize,
+    budget: Arc<Budget>,
     shared: Arc<Shared>,
 }
 
@@ -282,7 +288,12 @@ fn converse(stream: &UnixStream, registration: &Registration) {
     if let Ok(Some(export)) = negotiated
         && stream.set_read_timeout(None).is_ok()
     {
-        connection::transmit(stream, &export.disk, registration.number);
+        connection::transmit(
+            stream,
+            &export.disk,
+            registration.number,
+            &registration.budget,
+        );
     }
 }
 

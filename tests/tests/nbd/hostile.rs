@@ -4,6 +4,7 @@ use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
 
 use xenblk_tests::disk::{DiskInfo, Done, GuestDisk, Op};
 use xenblk_tests::nbd::{self, Export, MAX_CONNECTIONS, MAX_PAYLOAD, MAX_REQUESTS};
@@ -11,6 +12,9 @@ use xenblk_tests::nbd::{self, Export, MAX_CONNECTIONS, MAX_PAYLOAD, MAX_REQUESTS
 use crate::client::{Client, FLUSH, OPT_GO, READ, WRITE, go_data, request};
 use crate::disk::{MemoryDisk, info};
 use crate::{MIB, Served, serve};
+
+/// How long anything may take before a test fails; nothing is measured with it.
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// A well-behaved client is served as if nothing had happened.
 fn assert_serves(served: &Served) {
@@ -149,6 +153,26 @@ fn a_flood_of_requests_is_held_to_the_bound() {
         assert_eq!(client.reply().1, 0);
     }
     assert_eq!(served.disk.peak(), MAX_REQUESTS as usize);
+}
+
+/// What the kernel has queued of a dead client's requests is not carried out for nobody.
+#[test]
+fn a_client_that_leaves_takes_its_unread_requests_along() {
+    let served = serve(info(MIB));
+    served.disk.hold();
+    let mut client = Client::go(&served.path);
+    let many: Vec<u8> = (0..1000)
+        .flat_map(|cookie| request(READ, 0, cookie, 0, 512))
+        .collect();
+    client.send(&many);
+    served.disk.wait_held(MAX_REQUESTS as usize);
+    drop(client);
+    for _ in 0..MAX_REQUESTS {
+        served.disk.wait_held(1);
+        served.disk.complete(0);
+    }
+    assert_eq!(served.server.shutdown(PATIENCE), 0, "not done");
+    assert_eq!(served.disk.seen().len(), MAX_REQUESTS as usize);
 }
 
 /// Counts the bytes that were asked of it against those that the client has begun to take.
