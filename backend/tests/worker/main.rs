@@ -1,5 +1,6 @@
 //! A worker end to end, in a thread: simulated frontends on the mocked hypervisor, real io_uring.
 
+mod attack;
 mod ending;
 mod hostile;
 mod service;

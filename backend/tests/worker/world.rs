@@ -25,6 +25,7 @@ pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 /// Set in a worker's process.
 pub(crate) const WORKER_PROCESS: &str = "XENBLKD_TEST_WORKER";
 pub(crate) const GUEST: DomId = DomId(5);
+const NEIGHBOUR: DomId = DomId(6);
 const BACKEND: DomId = DomId(0);
 
 pub(crate) fn readable(fd: impl AsFd, limit: Duration) -> bool {
@@ -168,19 +169,33 @@ impl World {
         }
     }
 
+    /// Another guest, whose rings this worker serves too.
+    pub(crate) fn neighbour(&self) -> FakeDomain {
+        self.xen.domain(NEIGHBOUR, 1024).unwrap()
+    }
+
     /// A frontend's ring and the message that hands it to a worker.
     pub(crate) fn offer(
         &self,
         target: &OpenedTarget,
         terms: &Terms,
     ) -> (Front, Attach, Vec<OwnedFd>) {
+        self.offer_of(&self.guest, target, terms)
+    }
+
+    fn offer_of(
+        &self,
+        guest: &FakeDomain,
+        target: &OpenedTarget,
+        terms: &Terms,
+    ) -> (Front, Attach, Vec<OwnedFd>) {
         let ring = RingId(self.next_ring.replace(self.next_ring.get() + 1));
-        let first = self.guest.alloc_pages(terms.pages as usize).unwrap();
+        let first = guest.alloc_pages(terms.pages as usize).unwrap();
         let refs: Vec<GrantRef> = (0..terms.pages)
-            .map(|n| self.guest.grant(Gfn(first.0 + n), BACKEND, false).unwrap())
+            .map(|n| guest.grant(Gfn(first.0 + n), BACKEND, false).unwrap())
             .collect();
-        let words = self.guest.words(first, terms.pages as usize);
-        let port = self.guest.alloc_unbound(BACKEND).unwrap();
+        let words = guest.words(first, terms.pages as usize);
+        let port = guest.alloc_unbound(BACKEND).unwrap();
         let journal_size = journal_bytes(terms.abi.entries(terms.pages));
         let (_, journal) = SharedPages::create("journal", journal_size).unwrap();
         let (_, statistics) = SharedPages::create("statistics", stats::BYTES).unwrap();
@@ -188,7 +203,7 @@ impl World {
         let (worker_target, target_fds) = target.incarnation().unwrap();
         let attach = Attach {
             ring,
-            domid: GUEST.0,
+            domid: guest.domid().0,
             devid: 51712,
             queue: 0,
             queues: 1,
@@ -204,16 +219,16 @@ impl World {
             incarnation: 1,
         };
         let gntdev = self.host.open_gntdev().unwrap();
-        let evtchn = self.host.open_evtchn(GUEST).unwrap();
+        let evtchn = self.host.open_evtchn(guest.domid()).unwrap();
         let mut fds = vec![gntdev, evtchn, journal, statistics];
         fds.extend(target_fds);
         let front = Front {
             id: ring,
             ring: FrontRing::init(words, terms.abi, terms.pages).unwrap(),
             abi: terms.abi,
-            guest: self.guest.clone(),
+            guest: guest.clone(),
             port,
-            port_fd: self.guest.port_fd(port).unwrap(),
+            port_fd: guest.port_fd(port).unwrap(),
             refs,
             stats: Reader::new(page),
             asked: HashMap::new(),
@@ -223,7 +238,16 @@ impl World {
     }
 
     pub(crate) fn attach(&self, target: &OpenedTarget, terms: &Terms) -> Front {
-        let (front, attach, fds) = self.offer(target, terms);
+        self.attach_of(&self.guest, target, terms)
+    }
+
+    pub(crate) fn attach_of(
+        &self,
+        guest: &FakeDomain,
+        target: &OpenedTarget,
+        terms: &Terms,
+    ) -> Front {
+        let (front, attach, fds) = self.offer_of(guest, target, terms);
         self.command(Message {
             body: Command::Attach(Box::new(attach)),
             fds,
@@ -450,6 +474,19 @@ impl Front {
                 return taken;
             }
             let _ = rustix::io::read(&self.port_fd, &mut [0u8; 8]);
+        }
+    }
+
+    /// Waits for `count` responses of a guest that doesn't care what they say.
+    pub(crate) fn swallow(&mut self, count: usize) {
+        let mut taken = 0;
+        while taken < count {
+            if self.ring.take().unwrap().is_some() {
+                taken += 1;
+            } else if !self.ring.final_check().unwrap() {
+                assert!(readable(&self.port_fd, LIMIT), "{taken} of {count} answers");
+                let _ = rustix::io::read(&self.port_fd, &mut [0u8; 8]);
+            }
         }
     }
 
