@@ -62,7 +62,7 @@ impl Pages {
     fn grefs(&self) -> Vec<u32> {
         let own = [&self.writable, &self.readonly, &self.lists];
         let mut grefs: Vec<u32> = own.into_iter().flatten().map(|page| page.gref.0).collect();
-        grefs.extend([0, 1, 7, 511, 512, u32::MAX]);
+        grefs.extend([0, 1, 7, 1 << 20, u32::MAX]);
         grefs
     }
 
@@ -106,7 +106,8 @@ impl Drop for Stop<'_> {
     }
 }
 
-/// Replaces words of slots (of 28) and of lists by others that mean something, or nothing.
+/// Replaces words of slots (of 28) and of lists by others that mean something, or nothing. None is the
+/// grant of the ring itself: a READ would put an end to it.
 fn rewrite(
     ring: &DomainWords,
     guest: &FakeDomain,
@@ -136,7 +137,7 @@ fn rewrite(
             let value = match numbers.below(4) {
                 0 => numbers.pick(grefs),
                 1 => numbers.pick(&SECTORS),
-                2 => numbers.below(2048),
+                2 => 1024 + numbers.below(1024),
                 _ => numbers.next(),
             };
             ring.store(slot + 4 + numbers.below(24) as usize, value);
@@ -173,7 +174,8 @@ fn slots_and_lists_rewritten_all_the_time_harm_nobody() {
                 let op = numbers.pick(&[RwOp::Read, RwOp::Write]);
                 let request = match numbers.below(4) {
                     0 => bad.rw(op, sector, &[page.whole(); 11]),
-                    1 => bad.discard(sector, 8),
+                    // Its length stands where others have a grant.
+                    1 => bad.discard(sector, 64),
                     _ => {
                         let mut grefs = [u32::MAX; layout::MAX_INDIRECT_PAGES];
                         grefs[0] = numbers.pick(&pages.lists).gref.0;
@@ -194,6 +196,28 @@ fn slots_and_lists_rewritten_all_the_time_harm_nobody() {
     assert_eq!(bad.ring.in_flight(), 0, "one answer for each request");
     world.detach(bad);
     honest.check();
+    world.detach(honest.front);
+    assert_eq!(world.mapped(), 0);
+}
+
+/// The disk is a way to write to the ring behind the frontend's back.
+#[test]
+fn a_guest_that_reads_into_its_own_ring_stops_that_ring_alone() {
+    let world = World::new();
+    let mut honest = Honest::new(&world);
+    let mut bad = world.attach(&disk("memory:1M"), &Terms::default());
+    assert_eq!(bad.write(0, 0xff), OKAY);
+    let ring = Segment::new(bad.refs[0].0, 0, 7).unwrap();
+    let request = bad.rw(RwOp::Read, 0, &[ring]);
+    bad.push(&request);
+    bad.kick();
+    let report = world.report();
+    assert!(
+        matches!(report, Report::Failed { ring, .. } if ring == bad.id),
+        "{report:?}"
+    );
+    honest.check();
+    world.detach(bad);
     world.detach(honest.front);
     assert_eq!(world.mapped(), 0);
 }

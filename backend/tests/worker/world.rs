@@ -315,7 +315,7 @@ pub(crate) struct Front {
     guest: FakeDomain,
     pub(crate) port: Port,
     port_fd: OwnedFd,
-    refs: Vec<GrantRef>,
+    pub(crate) refs: Vec<GrantRef>,
     stats: Reader,
     /// Operations by id, as their responses have to echo them.
     asked: HashMap<u64, u8>,
