@@ -292,6 +292,9 @@ impl Life {
         };
         match owner {
             Some(events) => drop(events.send((ring, RingEvent::Report(report)))),
+            // It failed to attach while the order to detach it was on its way, as often as the guest
+            // likes: not worth a line.
+            None if gone => debug!(slot = self.slot, ?ring, "no such ring"),
             None => warn!(slot = self.slot, ?ring, "report about an unknown ring"),
         }
         Ok(())
@@ -309,5 +312,39 @@ impl Life {
             let reason = format!("worker {slot} died ({exit})");
             let _ = events.send((ring, RingEvent::Lost { reason }));
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+
+    /// A guest can make this happen as often as it likes: it publishes what can't be attached and
+    /// closes at once.
+    #[test]
+    fn a_detach_that_crossed_a_failed_attach_is_not_worth_a_line() {
+        let lines = Arc::new(tempfile::tempfile().unwrap());
+        let subscriber = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::INFO)
+            .with_writer(Arc::clone(&lines))
+            .finish();
+        let ring = RingId(7);
+        let (events, mut heard) = unbounded_channel();
+        let mut life = Life {
+            slot: 0,
+            incarnation: 1,
+            pid: None,
+            rings: HashMap::from([(ring, events)]),
+            backlog: VecDeque::new(),
+        };
+        let reason = "no such grant".to_owned();
+        tracing::subscriber::with_default(subscriber, || {
+            life.report(Report::AttachFailed { ring, reason }).unwrap();
+            life.report(Report::Detached { ring }).unwrap();
+        });
+        assert!(heard.try_recv().is_ok() && heard.try_recv().is_err());
+        assert_eq!(lines.metadata().unwrap().len(), 0, "bytes of log");
     }
 }
