@@ -75,6 +75,14 @@ pub enum LoadError {
         /// What is possible.
         most: u64,
     },
+    /// Not even one request would be sent.
+    #[error("size {size}: expected at least one block of {block} bytes")]
+    Size {
+        /// What was asked.
+        size: u64,
+        /// Bytes of a request.
+        block: u64,
+    },
     /// The disk went away.
     #[error("the disk is gone: {0}")]
     Gone(String),
@@ -94,6 +102,12 @@ pub fn run(disk: &Disk, spec: &Spec) -> Result<Vec<RingResult>, LoadError> {
         return Err(LoadError::Block {
             block: spec.block,
             most,
+        });
+    }
+    if let Some(size) = spec.size.filter(|&size| size < spec.block) {
+        return Err(LoadError::Size {
+            size,
+            block: spec.block,
         });
     }
     let queues = disk.queues();

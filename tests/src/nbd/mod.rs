@@ -41,6 +41,8 @@ pub const MAX_CONNECTIONS: usize = 32;
 const HANDSHAKE_SILENCE: Duration = Duration::from_secs(30);
 /// Connections the kernel may hold for us before they are accepted.
 const BACKLOG: i32 = 64;
+/// Longest path of a socket in bytes: `sun_path` (unix(7)) has 108, with a NUL.
+const MAX_PATH: usize = 107;
 
 /// One disk under the name that clients ask for it by.
 pub struct Export {
@@ -65,6 +67,9 @@ pub enum ServeError {
     /// Something has this name already; nothing was removed.
     #[error("{}: exists already; expected a socket path that is free", .0.display())]
     Exists(PathBuf),
+    /// The kernel takes one byte more, but other programs expect the name to end in a NUL.
+    #[error("{}: is too long; expected a socket path of at most {MAX_PATH} bytes", .0.display())]
+    TooLong(PathBuf),
     /// The path can't be a Unix socket.
     #[error("{}: can't listen here: {source}", path.display())]
     Listen {
@@ -80,6 +85,9 @@ pub enum ServeError {
 /// # Errors
 /// [`ServeError`] names the path; nothing is left behind.
 pub fn serve(path: &Path, exports: Vec<Export>) -> Result<Server, ServeError> {
+    if path.as_os_str().len() > MAX_PATH {
+        return Err(ServeError::TooLong(path.to_owned()));
+    }
     let failed = |source: io::Error| ServeError::Listen {
         path: path.to_owned(),
         source,

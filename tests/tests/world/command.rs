@@ -30,6 +30,10 @@ fn output(folder: &Path, args: &[&str]) -> Output {
     command(folder, args).output().unwrap()
 }
 
+/// One byte more than a socket's name can have and still end in the NUL that other programs expect.
+const TOO_LONG: &str = "xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx\
+                        xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx";
+
 fn only_entry(folder: &Path) -> PathBuf {
     let mut entries = std::fs::read_dir(folder).unwrap();
     entries.next().expect("nothing there").unwrap().path()
@@ -78,9 +82,9 @@ fn bad_values_and_images_are_refused_in_one_line_and_nothing_is_made() {
             "no/where",
             "No such file",
         ),
-        (&["serve", "good", "--queues", "17"], "17", "1..=16"),
-        (&["serve", "good", "--queues", "0"], "'0'", "1..=16"),
-        (&["serve", "good", "--ring-order", "5"], "5", "0..=4"),
+        (&["serve", "good", "--queues", "17"], "17", "from 1 to 16"),
+        (&["serve", "good", "--queues", "0"], "'0'", "from 1 to 16"),
+        (&["serve", "good", "--ring-order", "5"], "5", "from 0 to 4"),
         (&["serve", "good", "--profile", "win9"], "win9", "linux6"),
         (
             &["serve", "good", "--fast"],
@@ -99,7 +103,18 @@ fn bad_values_and_images_are_refused_in_one_line_and_nothing_is_made() {
         (
             &["load", "null:", "--queues", "1,x"],
             "'x'",
-            "invalid digit",
+            "expected a number from 1 to 16",
+        ),
+        (
+            &["load", "null:", "--size", "512"],
+            "512",
+            "one block of 4096",
+        ),
+        (&["serve", "no\nsuch"], "no\\nsuch", "No such file"),
+        (
+            &["serve", "good", "--nbd", TOO_LONG],
+            TOO_LONG,
+            "at most 107 bytes",
         ),
         (&["load", "null:", "--runtime", "-1"], "-1", ""),
         (&["frobnicate"], "frobnicate", "unrecognized subcommand"),
@@ -174,7 +189,7 @@ impl Serving {
 
 #[test]
 fn serve_names_its_exports_and_removes_everything_when_interrupted() {
-    for signal in [Signal::INT, Signal::TERM] {
+    for signal in [Signal::INT, Signal::TERM, Signal::HUP] {
         let folder = playground();
         image(folder.path(), "a.img", MIB);
         let args = [
@@ -220,6 +235,22 @@ fn a_signal_during_the_start_leaves_nothing_behind() {
             said.is_empty() || said == "xenblk-sim: interrupted\n",
             "{said}"
         );
+        assert_nothing_left(folder.path());
+    }
+}
+
+/// The signal comes with the first thing made, before backend and guest have started.
+#[test]
+fn an_interrupted_start_leaves_nothing() {
+    for args in [&["serve", "memory:1M"][..], &["load", "null:"], &[]] {
+        let folder = playground();
+        let tmp = folder.path().join("tmp");
+        let starting = Serving::start(folder.path(), args);
+        while std::fs::read_dir(&tmp).unwrap().next().is_none() {
+            std::hint::spin_loop();
+        }
+        let (success, said) = starting.end(Signal::TERM);
+        assert_eq!(success, !args.is_empty(), "{said}");
         assert_nothing_left(folder.path());
     }
 }

@@ -47,7 +47,7 @@ pub(crate) struct Serve {
     #[arg(long, value_name = "SOCK")]
     pub(crate) nbd: Option<PathBuf>,
     /// Rings the guest asks for.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u32).range(1..=16))]
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = number::<1, 16>)]
     pub(crate) queues: u32,
     /// Which frontend the guest runs: linux6.
     #[arg(
@@ -61,7 +61,7 @@ pub(crate) struct Serve {
     #[arg(long)]
     pub(crate) readonly: bool,
     /// Pages of a ring as a power of two.
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=4))]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<0, 4>)]
     pub(crate) ring_order: u32,
 }
 
@@ -83,11 +83,11 @@ pub(crate) struct Load {
     #[arg(long, value_name = "BYTES", default_value = "4k", value_parser = block_size)]
     pub(crate) bs: u64,
     /// Requests in flight on each ring.
-    #[arg(long, value_name = "N", default_value_t = 32, value_parser = clap::value_parser!(u32).range(1..=512))]
+    #[arg(long, value_name = "N", default_value_t = 32, value_parser = number::<1, 512>)]
     pub(crate) iodepth: u32,
     /// Rings the guest asks for; one run for each value.
     #[arg(long, value_name = "N,…", default_value = "4", value_delimiter = ',',
-          value_parser = clap::value_parser!(u32).range(1..=16))]
+          value_parser = number::<1, 16>)]
     pub(crate) queues: Vec<u32>,
     /// Seconds a run lasts.
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
@@ -96,7 +96,7 @@ pub(crate) struct Load {
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub(crate) size: Option<u64>,
     /// Pages of a ring as a power of two.
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u32).range(0..=4))]
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<0, 4>)]
     pub(crate) ring_order: u32,
     /// One JSON object on standard output instead of tables.
     #[arg(long)]
@@ -156,6 +156,13 @@ impl From<ModeName> for Mode {
             ModeName::RandRw => Self::RandRw,
         }
     }
+}
+
+fn number<const LEAST: u32, const MOST: u32>(text: &str) -> Result<u32, String> {
+    let number = text.parse().ok();
+    number
+        .filter(|number| (LEAST..=MOST).contains(number))
+        .ok_or_else(|| format!("expected a number from {LEAST} to {MOST}"))
 }
 
 /// A number of bytes with an optional suffix, powers of 1024.

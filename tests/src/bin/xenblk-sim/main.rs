@@ -37,8 +37,10 @@ fn main() -> ExitCode {
     }
 }
 
+/// One line, even if a name in it has several.
 fn fail(error: &dyn Error) -> ExitCode {
-    eprintln!("xenblk-sim: {error}");
+    let text = error.to_string().replace('\n', "\\n");
+    eprintln!("xenblk-sim: {text}");
     ExitCode::FAILURE
 }
 
