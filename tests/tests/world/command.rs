@@ -44,6 +44,72 @@ fn assert_nothing_left(folder: &Path) {
     assert!(left.is_empty(), "left behind: {left:?}");
 }
 
+/// Arguments, and what the one line about them names and expects.
+const REFUSED: &[(&[&str], &str, &str)] = &[
+    (&["serve", "missing"], "missing", "No such file"),
+    (&["serve", "empty"], "empty", "at least 512"),
+    (&["serve", "short"], "short", "multiple of 512"),
+    (&["serve", "unaligned"], "1000", "multiple of 512"),
+    (
+        &["serve", "."],
+        ".",
+        "expected a regular file or a block device",
+    ),
+    (&["serve", "qcow2:x"], "qcow2:x", "null:SIZE"),
+    (&["serve", "good", "missing"], "missing", "No such file"),
+    (
+        &["serve", "good", "--nbd", "stale"],
+        "stale",
+        "exists already",
+    ),
+    (
+        &["serve", "good", "--nbd", "live"],
+        "live",
+        "exists already",
+    ),
+    (
+        &["serve", "good", "--nbd", "no/where"],
+        "no/where",
+        "No such file",
+    ),
+    (&["serve", "good", "--queues", "17"], "17", "from 1 to 16"),
+    (&["serve", "good", "--queues", "0"], "'0'", "from 1 to 16"),
+    (&["serve", "good", "--ring-order", "5"], "5", "from 0 to 4"),
+    (&["serve", "good", "--profile", "win9"], "win9", "linux6"),
+    (
+        &["serve", "good", "--fast"],
+        "--fast",
+        "unexpected argument",
+    ),
+    (&["serve"], "IMAGE", "required"),
+    (&["load", "null:5"], "null:5", "multiple of 512"),
+    (&["load", "good", "--rw", "scribble"], "scribble", "randrw"),
+    (
+        &["load", "null:", "--bs", "1000"],
+        "1000",
+        "multiple of 512",
+    ),
+    (&["load", "null:", "--bs", "256k"], "262144", "131072"),
+    (
+        &["load", "null:", "--queues", "1,x"],
+        "'x'",
+        "expected a number from 1 to 16",
+    ),
+    (
+        &["load", "null:", "--size", "512"],
+        "512",
+        "one block of 4096",
+    ),
+    (&["serve", "no\nsuch"], "no\\nsuch", "No such file"),
+    (
+        &["serve", "good", "--nbd", TOO_LONG],
+        TOO_LONG,
+        "at most 107 bytes",
+    ),
+    (&["load", "null:", "--runtime", "-1"], "-1", ""),
+    (&["frobnicate"], "frobnicate", "unrecognized subcommand"),
+];
+
 #[test]
 fn bad_values_and_images_are_refused_in_one_line_and_nothing_is_made() {
     let folder = playground();
@@ -55,70 +121,7 @@ fn bad_values_and_images_are_refused_in_one_line_and_nothing_is_made() {
     std::fs::write(at("stale"), "").unwrap();
     let _live = UnixListener::bind(at("live")).unwrap();
     let before = listing(folder.path());
-    for (args, value, expected) in [
-        (&["serve", "missing"][..], "missing", "No such file"),
-        (&["serve", "empty"], "empty", "at least 512"),
-        (&["serve", "short"], "short", "multiple of 512"),
-        (&["serve", "unaligned"], "1000", "multiple of 512"),
-        (
-            &["serve", "."],
-            ".",
-            "expected a regular file or a block device",
-        ),
-        (&["serve", "qcow2:x"], "qcow2:x", "null:SIZE"),
-        (&["serve", "good", "missing"], "missing", "No such file"),
-        (
-            &["serve", "good", "--nbd", "stale"],
-            "stale",
-            "exists already",
-        ),
-        (
-            &["serve", "good", "--nbd", "live"],
-            "live",
-            "exists already",
-        ),
-        (
-            &["serve", "good", "--nbd", "no/where"],
-            "no/where",
-            "No such file",
-        ),
-        (&["serve", "good", "--queues", "17"], "17", "from 1 to 16"),
-        (&["serve", "good", "--queues", "0"], "'0'", "from 1 to 16"),
-        (&["serve", "good", "--ring-order", "5"], "5", "from 0 to 4"),
-        (&["serve", "good", "--profile", "win9"], "win9", "linux6"),
-        (
-            &["serve", "good", "--fast"],
-            "--fast",
-            "unexpected argument",
-        ),
-        (&["serve"], "IMAGE", "required"),
-        (&["load", "null:5"], "null:5", "multiple of 512"),
-        (&["load", "good", "--rw", "scribble"], "scribble", "randrw"),
-        (
-            &["load", "null:", "--bs", "1000"],
-            "1000",
-            "multiple of 512",
-        ),
-        (&["load", "null:", "--bs", "256k"], "262144", "131072"),
-        (
-            &["load", "null:", "--queues", "1,x"],
-            "'x'",
-            "expected a number from 1 to 16",
-        ),
-        (
-            &["load", "null:", "--size", "512"],
-            "512",
-            "one block of 4096",
-        ),
-        (&["serve", "no\nsuch"], "no\\nsuch", "No such file"),
-        (
-            &["serve", "good", "--nbd", TOO_LONG],
-            TOO_LONG,
-            "at most 107 bytes",
-        ),
-        (&["load", "null:", "--runtime", "-1"], "-1", ""),
-        (&["frobnicate"], "frobnicate", "unrecognized subcommand"),
-    ] {
+    for &(args, value, expected) in REFUSED {
         let output = output(folder.path(), args);
         let said = String::from_utf8(output.stderr).unwrap();
         assert!(!output.status.success(), "{args:?} succeeded");
