@@ -234,28 +234,20 @@ async fn workers_of_a_dead_supervisor_end_by_themselves() {
 
 #[tokio::test]
 async fn a_worker_that_cannot_start_fails_its_device() {
-    let mut world = World::new().await;
-    world.options.program = WorkerProgram::Process {
-        path: "/nonexistent/worker".into(),
-        args: Vec::new(),
-    };
-    world.start().await;
-    world.attach(1, XVDA, "memory:1M", "w").await;
-    let mut guest = Guest::new(&world, 1, XVDA).await;
-    world.reaches(1, XVDA, "2").await;
-    let keys = guest.make_rings(1, 0);
-    guest.publish(&keys, "3").await;
-    world.reaches(1, XVDA, "5").await;
-    let error = world.error(1, XVDA).await;
-    assert!(error.contains("cannot start worker"), "{error}");
-    guest.finish_closing(&world).await;
+    connects_in_vain("/nonexistent/worker", "cannot start worker").await;
 }
 
 #[tokio::test]
 async fn a_worker_that_ends_at_once_fails_its_device() {
+    let world = connects_in_vain("/bin/false", "died").await;
+    world.assert_nothing_held(1);
+}
+
+/// A guest asks for rings whose worker is `program`: its device fails with an error that contains `reason`.
+async fn connects_in_vain(program: &str, reason: &str) -> World {
     let mut world = World::new().await;
     world.options.program = WorkerProgram::Process {
-        path: "/bin/false".into(),
+        path: program.into(),
         args: Vec::new(),
     };
     world.start().await;
@@ -266,7 +258,7 @@ async fn a_worker_that_ends_at_once_fails_its_device() {
     guest.publish(&keys, "3").await;
     world.reaches(1, XVDA, "5").await;
     let error = world.error(1, XVDA).await;
-    assert!(error.contains("died"), "{error}");
+    assert!(error.contains(reason), "{error}");
     guest.finish_closing(&world).await;
-    world.assert_nothing_held(1);
+    world
 }
