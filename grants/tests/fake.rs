@@ -7,7 +7,7 @@ use std::collections::HashMap;
 use std::os::fd::{AsFd, OwnedFd};
 
 use rustix::event::{PollFd, PollFlags, Timespec};
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use xenblk_grants::fake::{
     self, FakeDomain, FakeHost, FakeXen, Gfn, PortInfo, PortState, Snapshot, StillMapped,
 };
@@ -104,7 +104,7 @@ fn took_event(fd: &OwnedFd, expected: bool) -> bool {
         tv_sec: if expected { 10 } else { 0 },
         tv_nsec: 0,
     };
-    rustix::event::poll(&mut readable, Some(&wait)).unwrap();
+    retry_on_intr(|| rustix::event::poll(&mut readable, Some(&wait))).unwrap();
     rustix::io::read(fd, &mut [0; 8]).is_ok()
 }
 

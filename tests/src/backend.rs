@@ -126,10 +126,12 @@ impl Shared {
     /// Waits for the child; none if its end was asked for.
     fn wait_for_end(&self, child: &mut Child) -> Option<ExitStatus> {
         // Waits without reaping, so that `kill` never hits a number that was given to someone else.
-        let _ = rustix::process::waitid(
-            rustix::process::WaitId::Pid(Pid::from_child(child)),
-            rustix::process::WaitIdOptions::EXITED | rustix::process::WaitIdOptions::NOWAIT,
-        );
+        let _ = rustix::io::retry_on_intr(|| {
+            rustix::process::waitid(
+                rustix::process::WaitId::Pid(Pid::from_child(child)),
+                rustix::process::WaitIdOptions::EXITED | rustix::process::WaitIdOptions::NOWAIT,
+            )
+        });
         let mut state = self.state.lock();
         let status = child.wait();
         state.exited = status.as_ref().ok().copied().or(state.exited);

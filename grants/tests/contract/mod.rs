@@ -3,7 +3,7 @@
 
 use std::io::ErrorKind;
 
-use rustix::io::Errno;
+use rustix::io::{Errno, retry_on_intr};
 use xenblk_grants::{
     Access, CopyOp, CopyStatus, Direction, DomId, EventChannels, GrantRef, GrantTable, MapError,
     Port, Run, Slab, XEN_PAGE_SIZE,
@@ -463,7 +463,7 @@ pub(crate) fn next(events: &dyn EventChannels) -> Option<Port> {
         tv_sec: 0,
         tv_nsec: 200_000_000,
     };
-    rustix::event::poll(&mut readable, Some(&while_)).unwrap();
+    retry_on_intr(|| rustix::event::poll(&mut readable, Some(&while_))).unwrap();
     now(events)
 }
 

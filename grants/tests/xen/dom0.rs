@@ -15,6 +15,7 @@ use std::ptr;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec};
+use rustix::io::retry_on_intr;
 use rustix::mm::{MapFlags, ProtFlags};
 use xenblk_grants::{
     CopyOp, Direction, DomId, EventChannels, GrantRef, GrantTable, Port, Slab, XEN_PAGE_SIZE, sys,
@@ -195,7 +196,7 @@ impl Guest for Loopback {
         };
         let mut events = self.events.borrow_mut();
         let mut readable = [PollFd::new(&self.evtchn, PollFlags::IN)];
-        rustix::event::poll(&mut readable, Some(&wait)).unwrap();
+        retry_on_intr(|| rustix::event::poll(&mut readable, Some(&wait))).unwrap();
         let mut ports = [0; 4096];
         while let Ok(bytes @ 1..) = rustix::io::read(&self.evtchn, &mut ports) {
             for port in ports[..bytes].as_chunks::<4>().0 {
