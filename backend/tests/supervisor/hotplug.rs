@@ -106,5 +106,6 @@ async fn another_device_than_the_scripts_is_refused() {
              physical-device"
         )
     );
-    world.reaches(1, XVDA, "5").await;
+    // Past Closing, which it may have left before anybody looked.
+    world.reaches(1, XVDA, "6").await;
 }
