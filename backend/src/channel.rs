@@ -303,7 +303,7 @@ mod tests {
     use std::io::{Read, Seek, Write};
 
     use super::*;
-    use crate::message::RingId;
+    use crate::message::{Left, RingId};
 
     fn readable(fd: &impl AsFd) -> bool {
         let mut fds = [rustix::event::PollFd::new(fd, rustix::event::PollFlags::IN)];
@@ -374,7 +374,13 @@ mod tests {
     #[test]
     fn the_end_comes_after_what_was_sent() {
         for (supervisor, worker) in pairs() {
-            worker.send(Report::Detached { ring: RingId(1) }).unwrap();
+            let left = Left::default();
+            worker
+                .send(Report::Detached {
+                    ring: RingId(1),
+                    left,
+                })
+                .unwrap();
             drop(worker);
             assert!(readable(&supervisor));
             assert!(supervisor.try_recv().unwrap().is_some());

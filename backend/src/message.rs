@@ -8,7 +8,7 @@ use crate::target::WorkerTarget;
 
 /// Bumped on every incompatible change; a worker refuses a supervisor of another version. Workers are
 /// started from the supervisor's own executable, so the two differ only by an operator's mistake.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 
 /// Names one ring for as long as the supervisor lives; never reused.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
@@ -38,8 +38,48 @@ pub enum Command {
         /// Which ring.
         ring: RingId,
     },
+    /// Log this much from now on. Has no effect on a worker in a thread, whose logger is the process'.
+    LogLevel {
+        /// How much.
+        level: LogLevel,
+    },
     /// Detach every ring and exit.
     Shutdown,
+}
+
+/// How much is logged.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[expect(missing_docs, reason = "the names are tracing's")]
+pub enum LogLevel {
+    Error,
+    Warn,
+    Info,
+    Debug,
+    Trace,
+}
+
+impl From<tracing::Level> for LogLevel {
+    fn from(level: tracing::Level) -> Self {
+        match level {
+            tracing::Level::ERROR => Self::Error,
+            tracing::Level::WARN => Self::Warn,
+            tracing::Level::INFO => Self::Info,
+            tracing::Level::DEBUG => Self::Debug,
+            tracing::Level::TRACE => Self::Trace,
+        }
+    }
+}
+
+impl From<LogLevel> for tracing::Level {
+    fn from(level: LogLevel) -> Self {
+        match level {
+            LogLevel::Error => Self::ERROR,
+            LogLevel::Warn => Self::WARN,
+            LogLevel::Info => Self::INFO,
+            LogLevel::Debug => Self::DEBUG,
+            LogLevel::Trace => Self::TRACE,
+        }
+    }
 }
 
 /// Everything a worker needs to serve one ring; it reads nothing from XenStore.
@@ -94,6 +134,14 @@ pub enum Report {
         /// Sender's [`VERSION`].
         version: u32,
     },
+    /// The frontend's port can't be bound yet, as is so for a moment after another process had it. It is
+    /// tried until it can, or the ring is detached; said once, when that has taken long.
+    Unbound {
+        /// Which ring.
+        ring: RingId,
+        /// One line for the administrator.
+        reason: String,
+    },
     /// The ring is mapped, its port bound, and it is being served.
     Attached {
         /// Which ring.
@@ -121,9 +169,43 @@ pub enum Report {
         /// One line for the administrator.
         reason: String,
     },
-    /// The ring is gone: I/O finished, everything unmapped, descriptors closed.
+    /// The ring is gone: I/O finished, everything unmapped, descriptors closed, so far as `left` says so.
     Detached {
         /// Which ring.
         ring: RingId,
+        /// The proof.
+        left: Left,
     },
+}
+
+/// What was found not given back when a ring had ended, counted then and there. Nothing: the guest's
+/// memory can't be reached any more, by us or by the storage. Anything else is a bug of ours, and the
+/// guest must not be told that its disk is closed before the worker's process is gone.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Left {
+    /// Requests taken in and not answered.
+    pub requests: u32,
+    /// Operations and waits the kernel has not given back: I/O, event channel, target.
+    pub operations: u32,
+    /// Pieces of bounce memory still lent to one.
+    pub buffers: u32,
+    /// Pages of the guest still mapped.
+    pub pages: u32,
+}
+
+impl Left {
+    /// Everything was given back.
+    pub fn is_nothing(&self) -> bool {
+        *self == Self::default()
+    }
+}
+
+impl std::fmt::Display for Left {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(
+            f,
+            "{} requests, {} operations, {} buffers, {} mapped pages",
+            self.requests, self.operations, self.buffers, self.pages
+        )
+    }
 }

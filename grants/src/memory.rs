@@ -13,7 +13,7 @@ use std::os::fd::BorrowedFd;
 use std::ptr::{self, NonNull};
 use std::sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering};
 
-use rustix::mm::{MapFlags, ProtFlags};
+use rustix::mm::{MapFlags, MlockFlags, ProtFlags};
 
 use crate::Access;
 #[cfg(feature = "fake")]
@@ -104,6 +104,14 @@ impl Region {
     /// Start of the range. Dereferencing it is the caller's responsibility.
     pub(crate) fn base(&self) -> *mut u8 {
         self.base.as_ptr()
+    }
+
+    /// Keeps the range's pages in memory once they have been touched; costs none that haven't. ENOMEM or
+    /// EPERM: more than RLIMIT_MEMLOCK allows.
+    pub(crate) fn lock(&self) -> io::Result<()> {
+        let (base, flags) = (self.base.as_ptr().cast(), MlockFlags::ONFAULT);
+        // SAFETY: locking changes nothing that a reference into the range could see; it ends with munmap.
+        Ok(unsafe { rustix::mm::mlock_with(base, self.len, flags) }?)
     }
 
     /// The range as 32-bit words; empty if it can't be written, because a store through it would kill

@@ -45,6 +45,11 @@ impl SharedPages {
         })
     }
 
+    /// Keeps the pages in memory.
+    pub fn lock(&self) -> io::Result<()> {
+        self.region.lock()
+    }
+
     /// Size in bytes.
     pub fn len(&self) -> usize {
         self.region.len()

@@ -79,6 +79,12 @@ impl Slab {
         })
     }
 
+    /// Keeps every page that is touched from now on in memory, so that no request waits for the host's swap,
+    /// which may be a guest's disk.
+    pub fn lock(&self) -> io::Result<()> {
+        self.region.lock()
+    }
+
     /// A run of exactly `pages` pages, or None while no hole is large enough.
     pub fn alloc(&mut self, pages: usize) -> Option<Run> {
         let pages = u32::try_from(pages).ok()?;

@@ -14,6 +14,9 @@ pub trait GrantTable {
     /// valid, not that every copy succeeded. After an error no status is valid: EINVAL, a segment
     /// leaves its page or the slab, and nothing was copied.
     fn copy(&self, dom: DomId, slab: &mut Slab, ops: &mut [CopyOp]) -> io::Result<()>;
+
+    /// Pages mapped through this device and not given back: 0 once every [`Mapping`] is dropped.
+    fn mapped(&self) -> usize;
 }
 
 /// Whether memory may be written.

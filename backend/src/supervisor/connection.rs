@@ -65,6 +65,8 @@ enum RingState {
     Serving,
     /// Stopped by its worker, still mapped.
     Failed,
+    /// Detached, but its worker still has something of the guest's: it is gone only with the worker.
+    Left,
     /// Nothing of it is left in any worker; `lost` if its worker died, so that its fence must be awaited.
     Gone {
         lost: bool,
@@ -78,8 +80,9 @@ pub(super) enum Change {
     Progress,
     /// A ring failed: one line for the administrator.
     Failed(String),
-    /// The disk refuses writes from now on, as every ring has been told: one line for the administrator.
-    Degraded(String),
+    /// One line for the administrator about a device that goes on: the disk refuses writes from now on, as
+    /// every ring has been told, or a ring takes long to attach.
+    Notice(String),
 }
 
 /// One ring made ready: everything opened, nothing handed over yet.
@@ -150,7 +153,7 @@ impl Connection {
     pub(super) fn is_broken(&self) -> bool {
         self.rings
             .iter()
-            .any(|ring| matches!(ring.state, RingState::Failed | RingState::Gone { .. }))
+            .any(|ring| !matches!(ring.state, RingState::Attaching | RingState::Serving))
     }
 
     /// State Connected has been written for these rings.
@@ -211,8 +214,18 @@ impl Connection {
             RingEvent::Report(Report::Attached { .. }) if ring.state == RingState::Attaching => {
                 ring.state = RingState::Serving;
             }
-            RingEvent::Report(Report::Detached { .. }) => {
-                ring.state = RingState::Gone { lost: false }
+            RingEvent::Report(Report::Detached { left, .. }) if left.is_nothing() => {
+                ring.state = RingState::Gone { lost: false };
+            }
+            RingEvent::Report(Report::Detached { left, .. }) => {
+                ring.state = RingState::Left;
+                let worker = ring.slot;
+                return Change::Failed(format!(
+                    "queue {queue}: worker {worker} ended it with {left}; the disk is closed once that worker is gone"
+                ));
+            }
+            RingEvent::Report(Report::Unbound { reason, .. }) => {
+                return Change::Notice(format!("queue {queue}: {reason}; trying on"));
             }
             RingEvent::Report(Report::AttachFailed { reason, .. }) => {
                 ring.state = RingState::Gone { lost: false };
@@ -228,7 +241,7 @@ impl Connection {
                 );
                 self.degraded = Some(reason.clone());
                 self.spread_flush_failure(id);
-                return Change::Degraded(reason);
+                return Change::Notice(reason);
             }
             RingEvent::Lost { reason } => {
                 ring.state = RingState::Gone { lost: true };

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use tokio::sync::watch;
-use tracing::{Instrument, debug, info, info_span, warn};
+use tracing::{Instrument, debug, error_span, info, warn};
 use xenblk_xenstore::vbd::{
     self, BackendKeys, BackendPath, Believed, DeviceProperties, DiscardProperties, ReadError,
 };
@@ -116,7 +116,8 @@ impl Device {
 
     /// Runs until the directory is gone or the supervisor stops; either way every ring is detached then.
     pub(super) async fn run(self) {
-        let span = info_span!("vbd", domid = self.path.domid, devid = self.path.devid);
+        // Of the highest level, so that lines have its fields whatever is logged.
+        let span = error_span!("vbd", domid = self.path.domid, devid = self.path.devid);
         self.serve().instrument(span).await;
     }
 
@@ -176,7 +177,7 @@ impl Device {
         match change {
             Change::Progress => {}
             Change::Failed(reason) => self.trouble(reason),
-            Change::Degraded(reason) => {
+            Change::Notice(reason) => {
                 self.complain(&reason);
                 self.notice = Some(reason);
             }

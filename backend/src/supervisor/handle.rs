@@ -6,11 +6,13 @@ use tokio::sync::watch;
 
 use super::board::Board;
 use super::{Limits, SupervisorError};
+use crate::message::LogLevel;
 
 /// Any number of these; they neither keep the supervisor going nor need it to be.
 #[derive(Clone, Debug)]
 pub struct Handle {
     pub(super) limits: watch::Sender<Limits>,
+    pub(super) log_level: watch::Sender<Option<LogLevel>>,
     pub(super) board: Arc<Board>,
 }
 
@@ -30,6 +32,11 @@ impl Handle {
         limits.check()?;
         self.limits.send_replace(limits);
         Ok(())
+    }
+
+    /// Makes every worker, running or to come, log so much.
+    pub fn set_log_level(&self, level: tracing::Level) {
+        self.log_level.send_replace(Some(level.into()));
     }
 
     /// How much is being served now.

@@ -22,6 +22,7 @@ use super::host::Host;
 use super::view::{Session, Wake, device_of_token};
 use super::workers::Workers;
 use super::{Limits, Options, SupervisorError};
+use crate::message::LogLevel;
 
 /// Token of the watch on all backend directories.
 const DEVICES: &str = "devices";
@@ -41,6 +42,7 @@ pub(super) struct Service {
     session: watch::Sender<Option<Session>>,
     stopping: watch::Sender<bool>,
     limits: watch::Sender<Limits>,
+    log_level: watch::Sender<Option<LogLevel>>,
     common: Common,
     devices: HashMap<BackendPath, Arc<Wake>>,
     tasks: JoinSet<BackendPath>,
@@ -74,7 +76,8 @@ impl Service {
             None => None,
         };
         let mut slots = JoinSet::new();
-        let workers = Workers::new(&options.program, options.workers, &mut slots);
+        let (log_level, log_level_rx) = watch::channel(None);
+        let workers = Workers::new(&options.program, options.workers, &log_level_rx, &mut slots);
         let generation = 0;
         let (session, session_rx) = watch::channel(Some(Session { client, generation }));
         let (stopping, stopping_rx) = watch::channel(false);
@@ -87,6 +90,7 @@ impl Service {
             session,
             stopping,
             limits,
+            log_level,
             common: Common {
                 host,
                 workers,
@@ -107,6 +111,7 @@ impl Service {
     pub(super) fn handle(&self) -> Handle {
         Handle {
             limits: self.limits.clone(),
+            log_level: self.log_level.clone(),
             board: Arc::clone(&self.common.board),
         }
     }

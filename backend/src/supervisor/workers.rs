@@ -8,13 +8,14 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tracing::{debug, error, info, warn};
 
 use super::WorkerProgram;
 use super::process::{Exit, RunningWorker, readable};
 use crate::channel::{Message, RecvError, SendError, SupervisorEnd};
-use crate::message::{Attach, Command, Report, RingId, VERSION};
+use crate::message::{Attach, Command, LogLevel, Report, RingId, VERSION};
 
 /// How soon a command is tried again that found the channel full.
 const RETRY: Duration = Duration::from_millis(1);
@@ -56,8 +57,14 @@ enum Order {
 pub(super) struct Workers(Vec<UnboundedSender<Order>>);
 
 impl Workers {
-    /// Makes `count` slots without any worker; their tasks go to `tasks`.
-    pub(super) fn new(program: &WorkerProgram, count: u32, tasks: &mut JoinSet<()>) -> Self {
+    /// Makes `count` slots without any worker; their tasks go to `tasks`. Workers are told every level that
+    /// `log_level` takes on; until then they log as their program does.
+    pub(super) fn new(
+        program: &WorkerProgram,
+        count: u32,
+        log_level: &watch::Receiver<Option<LogLevel>>,
+        tasks: &mut JoinSet<()>,
+    ) -> Self {
         let slots = (0..count.max(1)).map(|slot| {
             let (orders_tx, orders) = unbounded_channel();
             tasks.spawn(
@@ -66,6 +73,7 @@ impl Workers {
                     program: program.clone(),
                     incarnation: 0,
                     orders,
+                    log_level: log_level.clone(),
                 }
                 .run(),
             );
@@ -109,6 +117,7 @@ struct Slot {
     program: WorkerProgram,
     incarnation: u64,
     orders: UnboundedReceiver<Order>,
+    log_level: watch::Receiver<Option<LogLevel>>,
 }
 
 impl Slot {
@@ -156,9 +165,15 @@ impl Slot {
             }
             .into()]),
         };
+        if let Some(level) = *self.log_level.borrow_and_update() {
+            life.backlog.push_back(Command::LogLevel { level }.into());
+        }
         life.take(Order::Attach(first));
         let end = match worker.channel() {
-            Ok(channel) => life.serve(channel, &mut self.orders).await,
+            Ok(channel) => {
+                life.serve(channel, &mut self.orders, &mut self.log_level)
+                    .await
+            }
             Err(error) => End::Broken(error.to_string()),
         };
         let exit = worker.finish(matches!(end, End::Broken(_))).await;
@@ -182,7 +197,8 @@ struct Life {
     incarnation: u64,
     pid: Option<u32>,
     rings: HashMap<RingId, RingEvents>,
-    /// Commands not sent yet. Bounded by the rings: each has at most an attach and a detach in here.
+    /// Commands not sent yet. Bounded by the rings, each of which has at most an attach and a detach in here,
+    /// and by how often the administrator changes the log level while the worker doesn't read.
     backlog: VecDeque<Message<Command>>,
 }
 
@@ -191,6 +207,7 @@ impl Life {
         &mut self,
         channel: SupervisorEnd,
         orders: &mut UnboundedReceiver<Order>,
+        log_level: &mut watch::Receiver<Option<LogLevel>>,
     ) -> End {
         let channel = match readable(channel) {
             Ok(channel) => channel,
@@ -218,6 +235,11 @@ impl Life {
                         Ok(None) => ready.clear_ready(),
                         Err(RecvError::Closed) if shutting_down && self.rings.is_empty() => return End::Shutdown,
                         Err(error) => return End::Broken(error.to_string()),
+                    }
+                }
+                Ok(()) = log_level.changed(), if !shutting_down => {
+                    if let Some(level) = *log_level.borrow_and_update() {
+                        self.backlog.push_back(Command::LogLevel { level }.into());
                     }
                 }
                 () = tokio::time::sleep(RETRY), if !self.backlog.is_empty() => {}
@@ -277,14 +299,18 @@ impl Life {
                 ));
             }
             Report::Attached { ring }
+            | Report::Unbound { ring, .. }
             | Report::Failed { ring, .. }
-            | Report::FlushFailed { ring, .. } => *ring,
-            Report::AttachFailed { ring, .. } | Report::Detached { ring } => *ring,
+            | Report::FlushFailed { ring, .. }
+            | Report::AttachFailed { ring, .. }
+            | Report::Detached { ring, .. } => *ring,
         };
-        let gone = matches!(
-            report,
-            Report::AttachFailed { .. } | Report::Detached { .. }
-        );
+        // What a ring left behind goes with the worker's process only, so its owner hears of that too.
+        let gone = match &report {
+            Report::AttachFailed { .. } => true,
+            Report::Detached { left, .. } => left.is_nothing(),
+            _ => false,
+        };
         let owner = if gone {
             self.rings.remove(&ring)
         } else {
@@ -320,6 +346,7 @@ mod tests {
     use std::sync::Arc;
 
     use super::*;
+    use crate::message::Left;
 
     /// A guest can make this happen as often as it likes: it publishes what can't be attached and
     /// closes at once.
@@ -342,7 +369,8 @@ mod tests {
         let reason = "no such grant".to_owned();
         tracing::subscriber::with_default(subscriber, || {
             life.report(Report::AttachFailed { ring, reason }).unwrap();
-            life.report(Report::Detached { ring }).unwrap();
+            let left = Left::default();
+            life.report(Report::Detached { ring, left }).unwrap();
         });
         assert!(heard.try_recv().is_ok() && heard.try_recv().is_err());
         assert_eq!(lines.metadata().unwrap().len(), 0, "bytes of log");

@@ -3,14 +3,19 @@
 
 use std::io;
 use std::os::fd::OwnedFd;
+use std::sync::Once;
 
-use xenblk_grants::{Access, DomId, EventChannels, GrantRef, GrantTable, Port, SharedPages, Slab};
+use rustix::io::Errno;
+
+use xenblk_grants::{
+    Access, DomId, EventChannels, GrantRef, GrantTable, Mapping, Port, SharedPages, Slab,
+};
 use xenblk_ring::layout::{MAX_DIRECT_SEGMENTS, PAGE_SIZE};
 use xenblk_ring::{Abi, BackRing, JournalIdentity, journal_bytes};
 
 use super::engine::Engine;
 use super::ring::{FETCH_LEN, Owned, RingService};
-use crate::message::{Attach, HostKind};
+use crate::message::{Attach, HostKind, Left, RingId};
 use crate::plan::Rules;
 use crate::stats::{self, Writer};
 use crate::target::serve::{self, Target};
@@ -21,18 +26,40 @@ pub(super) struct Surroundings {
     pub(super) boot_id: [u8; 16],
     /// The worker's number, for the fence.
     pub(super) slot: u32,
-    /// Where the ring will stand among the worker's.
-    pub(super) place: usize,
 }
 
-/// Maps and binds one ring. On error everything is closed and unmapped again; the text is one line
-/// for the administrator.
-pub(super) fn attach(
-    engine: &mut Engine,
+/// A ring that is mapped, and whose port is still to be bound.
+pub(super) struct Unbound {
+    id: RingId,
+    dom: DomId,
+    remote: Port,
+    back: BackRing<Mapping, SharedPages>,
+    grants: Box<dyn GrantTable>,
+    events: Box<dyn EventChannels>,
+    target: Box<dyn Target>,
+    slab: Slab,
+    fetch: Slab,
+    rules: Rules,
+    stats: Writer,
+    span: tracing::Span,
+}
+
+/// What came of [`Unbound::bind`].
+pub(super) enum Binding {
+    Bound(Box<RingService>),
+    /// The port is closed, or somebody still has it: the kernel doesn't say which. One line.
+    Busy(Box<Unbound>, String),
+    /// One line for the administrator.
+    Failed(String),
+}
+
+/// Maps one ring. On error everything is closed and unmapped again; the text is one line for the
+/// administrator.
+pub(super) fn prepare(
     around: Surroundings,
     message: &Attach,
     fds: Vec<OwnedFd>,
-) -> Result<RingService, String> {
+) -> Result<Unbound, String> {
     let abi = Abi::from_protocol(&message.protocol)
         .ok_or_else(|| format!("protocol {:?}: expected one of blkif's", message.protocol))?;
     let mut fds = fds.into_iter();
@@ -55,6 +82,7 @@ pub(super) fn attach(
         .map_err(at("map the statistics page"))?;
     let slab = bounce(message).map_err(at("reserve bounce memory"))?;
     let fetch = Slab::reserve(FETCH_LEN as usize).map_err(at("reserve bounce memory"))?;
+    keep_in_memory(&[journal.lock(), slab.lock(), fetch.lock()]);
     let target = serve::attach(&message.target, fds.collect(), around.slot)
         .map_err(at("take over the target"))?;
 
@@ -69,35 +97,93 @@ pub(super) fn attach(
     let identity = identity(message, around, &*target);
     let back = BackRing::attach(mapping, abi, pages, journal, &identity)
         .map_err(|error| format!("the ring can't be served: {error}"))?;
-    let port = events
-        .bind_interdomain(dom, Port(message.event_channel))
-        .map_err(|error| {
-            format!(
-                "can't bind event channel {}: {error}",
-                message.event_channel
-            )
-        })?;
-
-    let (slab, fetch_slab) = (engine.add_slab(slab), engine.add_slab(fetch));
-    let Some(fetch) = engine.lend(fetch_slab, FETCH_LEN) else {
-        return Err("the buffer for indirect segments has no room for itself".into());
-    };
-    let (id, place, rules) = (message.ring, around.place, rules(message));
-    let stats = Writer::new(page);
-    Ok(RingService::new(Owned {
-        id,
-        place,
+    let (domid, devid, queue) = (message.domid, message.devid, message.queue);
+    Ok(Unbound {
+        id: message.ring,
         dom,
+        remote: Port(message.event_channel),
         back,
         grants,
         events,
-        port,
         target,
         slab,
         fetch,
-        rules,
-        stats,
-    }))
+        rules: rules(message),
+        stats: Writer::new(page),
+        // Of the highest level, so that whatever is logged has it.
+        span: tracing::error_span!("ring", domid, devid, queue),
+    })
+}
+
+/// Without the lock all is well until the host swaps. Once is enough to say so.
+fn keep_in_memory(locked: &[io::Result<()>]) {
+    static SAID: Once = Once::new();
+    if let Some(Err(error)) = locked.iter().find(|locked| locked.is_err()) {
+        SAID.call_once(|| {
+            tracing::info!(
+                "can't lock memory: {error}; going on without, which is slow once the host swaps"
+            );
+        });
+    }
+}
+
+impl Unbound {
+    pub(super) fn id(&self) -> RingId {
+        self.id
+    }
+
+    pub(super) fn span(&self) -> &tracing::Span {
+        &self.span
+    }
+
+    /// Binds the port; then the ring can be served as number `place` of the worker.
+    pub(super) fn bind(self: Box<Self>, engine: &mut Engine, place: usize) -> Binding {
+        let port = match self.events.bind_interdomain(self.dom, self.remote) {
+            Ok(port) => port,
+            Err(error) => {
+                let reason = format!("can't bind event channel {}: {error}", self.remote.0);
+                return if Errno::from_io_error(&error) == Some(Errno::INVAL) {
+                    Binding::Busy(self, reason)
+                } else {
+                    Binding::Failed(reason)
+                };
+            }
+        };
+        let (slab, fetch_slab) = (engine.add_slab(self.slab), engine.add_slab(self.fetch));
+        let Some(fetch) = engine.lend(fetch_slab, FETCH_LEN) else {
+            let reason = "the buffer for indirect segments has no room for itself";
+            return Binding::Failed(reason.into());
+        };
+        Binding::Bound(Box::new(RingService::new(Owned {
+            id: self.id,
+            place,
+            dom: self.dom,
+            back: self.back,
+            grants: self.grants,
+            events: self.events,
+            port,
+            target: self.target,
+            slab,
+            fetch,
+            rules: self.rules,
+            stats: self.stats,
+            span: self.span,
+        })))
+    }
+
+    /// Gives everything back; nothing of it has been used.
+    pub(super) fn close(self: Box<Self>) -> Left {
+        let Self { back, grants, .. } = *self;
+        drop(back);
+        Left {
+            pages: count(grants.mapped()),
+            ..Left::default()
+        }
+    }
+}
+
+fn count(number: usize) -> u32 {
+    u32::try_from(number).unwrap_or(u32::MAX)
 }
 
 fn identity(message: &Attach, around: Surroundings, target: &dyn Target) -> JournalIdentity {
@@ -168,14 +254,11 @@ fn at(doing: &'static str) -> impl Fn(io::Error) -> String {
 
 impl RingService {
     /// Gives everything back: the port, the ring's pages, the memory, every descriptor. The ring is
-    /// drained and nothing of it is being waited for. An error says what was found left over, which
-    /// is a bug of ours; everything else is given back all the same.
-    pub(super) fn close(self, engine: &mut Engine) -> Result<(), String> {
-        let mut left = Vec::new();
-        if !self.is_drained() {
-            left.push(format!("{} requests unanswered", self.own.back.in_flight()));
-        }
+    /// drained and nothing of it is being waited for. What is found left over nonetheless is a bug of
+    /// ours; everything else is given back all the same.
+    pub(super) fn close(self, engine: &mut Engine) -> Left {
         let Owned {
+            place,
             back,
             grants,
             events,
@@ -185,21 +268,20 @@ impl RingService {
             fetch,
             ..
         } = self.own;
+        let requests = back.in_flight();
+        let operations = count(engine.pending_of(place));
         events.unbind(port);
         let fetch_slab = fetch.slab();
         engine.release(fetch);
-        // Unmaps the ring, then closes the devices.
         drop(back);
+        let pages = count(grants.mapped());
         drop((grants, events, target));
-        for slab in [slab, fetch_slab] {
-            if let Err(lent) = engine.remove_slab(slab) {
-                left.push(format!("{lent} buffers of its bounce memory lent"));
-            }
-        }
-        if left.is_empty() {
-            Ok(())
-        } else {
-            Err(left.join(", "))
+        let lent = [slab, fetch_slab].map(|slab| engine.remove_slab(slab).err().unwrap_or(0));
+        Left {
+            requests,
+            operations,
+            buffers: count(lent.iter().sum()),
+            pages,
         }
     }
 }

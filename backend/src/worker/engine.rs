@@ -281,6 +281,17 @@ impl Engine {
         }
     }
 
+    /// Operations and waits of a ring that have not come back.
+    pub(crate) fn pending_of(&self, ring: usize) -> usize {
+        let of_ring = |pending: &&Pending| match pending {
+            Pending::Io { tag, .. } => tag.ring == ring,
+            Pending::Port { ring: at, .. } => *at == ring,
+            Pending::Poll { source } => *source == Source::Target(ring),
+            Pending::Cancel => false,
+        };
+        self.pending.iter().flatten().filter(of_ring).count()
+    }
+
     /// The next thing that happened; call [`Self::enter`] after a `None`.
     pub(crate) fn next(&mut self) -> Option<Event> {
         self.ready.pop_front()

@@ -3,6 +3,7 @@
 //! its guest is idle: there is no scan and no timer, only completions make rings ready.
 
 mod attach;
+mod binding;
 mod copies;
 pub(crate) mod engine;
 mod ring;
@@ -13,8 +14,9 @@ use std::process::ExitCode;
 use std::time::Duration;
 
 use crate::channel::{Channel, Message, RecvError, SendError, WorkerEnd};
-use crate::message::{Command, Report, RingId, VERSION};
+use crate::message::{Command, Left, Report, RingId, VERSION};
 use attach::Surroundings;
+use binding::Unbounds;
 use engine::{Engine, Event, Source};
 use ring::{Phase, RingService, Turn};
 
@@ -25,15 +27,21 @@ const REPORT_RETRY: Duration = Duration::from_millis(10);
 /// channel; then finishes what was consumed, detaches every ring and returns. The error is one line
 /// for the administrator.
 pub fn run(channel: WorkerEnd) -> Result<(), String> {
+    run_with(channel, Box::new(|_| {}))
+}
+
+fn run_with(channel: WorkerEnd, set_level: SetLevel) -> Result<(), String> {
     let engine = Engine::new().map_err(|error| {
         format!("io_uring can't be used: {error}; expected Linux 6.1 or newer that permits it")
     })?;
     let boot_id = boot_id().ok_or("can't read /proc/sys/kernel/random/boot_id")?;
     let mut worker = Worker {
         rings: Vec::new(),
+        unbound: Unbounds::default(),
         ready: VecDeque::new(),
         engine,
         channel,
+        set_level,
         reports: VecDeque::new(),
         slot: None,
         boot_id,
@@ -44,15 +52,34 @@ pub fn run(channel: WorkerEnd) -> Result<(), String> {
     worker.run()
 }
 
+/// Changes how much the process logs.
+pub type SetLevel = Box<dyn FnMut(tracing::Level)>;
+
 /// A worker process' whole life. `channel` is the descriptor of
-/// [`process_pair`](crate::channel::process_pair), usually [`inherited`](crate::channel::inherited).
-pub fn main(channel: OwnedFd) -> ExitCode {
-    match run(Channel::from_socket(channel)) {
+/// [`process_pair`](crate::channel::process_pair), usually [`inherited`](crate::channel::inherited);
+/// `set_level` is called when the supervisor wants more or less logged.
+pub fn main(channel: OwnedFd, set_level: SetLevel) -> ExitCode {
+    harden();
+    match run_with(Channel::from_socket(channel), set_level) {
         Ok(()) => ExitCode::SUCCESS,
         Err(problem) => {
             tracing::error!("{problem}");
             ExitCode::FAILURE
         }
+    }
+}
+
+/// Gives up what a worker never needs, and asks not to wait for memory that is freed by writing to a disk:
+/// this domain's own disk may be one it serves. Neither is needed to serve, so a kernel or a unit that
+/// doesn't permit it is no obstacle.
+fn harden() {
+    if let Err(error) = rustix::thread::set_no_new_privs(true) {
+        tracing::info!("can't give up new privileges: {error}");
+    }
+    if let Err(error) = rustix::process::configure_io_flusher_behavior(true) {
+        tracing::info!(
+            "not part of the I/O path for the kernel's memory management: {error} (CAP_SYS_RESOURCE is needed)"
+        );
     }
 }
 
@@ -73,10 +100,13 @@ struct Place {
 struct Worker {
     // Dropped before the engine: what the kernel may still write to is the engine's.
     rings: Vec<Option<Place>>,
+    /// Rings whose port can't be bound yet.
+    unbound: Unbounds,
     /// Rings that have something to do, in the order they came to.
     ready: VecDeque<usize>,
     engine: Engine,
     channel: WorkerEnd,
+    set_level: SetLevel,
     /// Reports not yet sent; a few for each ring.
     reports: VecDeque<Report>,
     /// From [`Command::Hello`].
@@ -92,6 +122,7 @@ impl Worker {
             while let Some(event) = self.engine.next() {
                 self.dispatch(event)?;
             }
+            self.bind_due();
             for _ in 0..self.ready.len() {
                 let Some(at) = self.ready.pop_front() else {
                     break;
@@ -99,11 +130,12 @@ impl Worker {
                 self.turn(at);
             }
             self.send_reports();
-            let idle = self.rings.iter().all(Option::is_none);
+            let idle = self.rings.iter().all(Option::is_none) && self.unbound.is_empty();
             if self.ending && idle && (self.reports.is_empty() || self.supervisor_gone) {
                 return Ok(());
             }
-            let limit = (!self.reports.is_empty()).then_some(REPORT_RETRY);
+            let report = (!self.reports.is_empty()).then_some(REPORT_RETRY);
+            let limit = [report, self.unbound.due()].into_iter().flatten().min();
             self.engine
                 .enter(self.ready.is_empty(), limit)
                 .map_err(|error| format!("io_uring_enter: {error}"))?;
@@ -183,11 +215,18 @@ impl Worker {
         }
         let Some(place) = slot.take() else { return };
         self.ready.retain(|ready| *ready != at);
-        let ring = place.ring.own.id;
-        if let Err(left) = place.ring.close(&mut self.engine) {
-            tracing::error!(ring = ring.0, "detached with {left}");
+        let (ring, span) = (place.ring.own.id, place.ring.own.span.clone());
+        let left = place.ring.close(&mut self.engine);
+        span.in_scope(|| self.detached(ring, left));
+    }
+
+    fn detached(&mut self, ring: RingId, left: Left) {
+        if left.is_nothing() {
+            tracing::debug!("detached");
+        } else {
+            tracing::error!("detached with {left}");
         }
-        self.reports.push_back(Report::Detached { ring });
+        self.reports.push_back(Report::Detached { ring, left });
     }
 
     /// Carries out every command there is, and waits for the next.
@@ -225,17 +264,16 @@ impl Worker {
             }
             Command::Attach(attach) => {
                 let ring = attach.ring;
-                let report = match self.attach(&attach, message.fds) {
-                    Ok(()) => Report::Attached { ring },
-                    Err(reason) => Report::AttachFailed { ring, reason },
-                };
-                self.reports.push_back(report);
+                if let Err(reason) = self.attach(&attach, message.fds) {
+                    self.reports
+                        .push_back(Report::AttachFailed { ring, reason });
+                }
             }
             Command::Detach { ring } => match self.find(ring) {
                 Some(at) => self.drain(at),
-                // It failed to attach, and the two messages crossed.
-                None => self.reports.push_back(Report::Detached { ring }),
+                None => self.give_up(ring),
             },
+            Command::LogLevel { level } => (self.set_level)(level.into()),
             Command::FlushFailed { ring } => {
                 if let Some(at) = self.find(ring)
                     && let Some(Some(place)) = self.rings.get_mut(at)
@@ -253,30 +291,38 @@ impl Worker {
         if self.ending {
             return Err("the worker is shutting down".into());
         }
-        if self.find(attach.ring).is_some() {
+        if self.find(attach.ring).is_some() || self.unbound.contains(attach.ring) {
             return Err("a ring of this name is attached".into());
         }
-        let place = match self.rings.iter().position(Option::is_none) {
+        let around = Surroundings {
+            boot_id: self.boot_id,
+            slot,
+        };
+        self.unbound.add(attach::prepare(around, attach, fds)?);
+        self.bind_due();
+        Ok(())
+    }
+
+    fn free_place(&mut self) -> usize {
+        match self.rings.iter().position(Option::is_none) {
             Some(at) => at,
             None => {
                 self.rings.push(None);
                 self.rings.len() - 1
             }
-        };
-        let around = Surroundings {
-            boot_id: self.boot_id,
-            slot,
-            place,
-        };
-        let ring = attach::attach(&mut self.engine, around, attach, fds)?;
-        self.rings[place] = Some(Place {
-            ring,
-            ready: false,
-            closing: false,
-        });
-        // Requests may be there already, and nobody will send an event for them.
+        }
+    }
+
+    fn serve(&mut self, place: usize, ring: RingService) {
+        if let Some(free) = self.rings.get_mut(place) {
+            *free = Some(Place {
+                ring,
+                ready: false,
+                closing: false,
+            });
+        }
+        // Requests may be there already, and the event that binding the port raises may not.
         self.mark(place);
-        Ok(())
     }
 
     fn find(&self, ring: RingId) -> Option<usize> {
@@ -297,6 +343,9 @@ impl Worker {
         self.ending = true;
         for at in 0..self.rings.len() {
             self.drain(at);
+        }
+        while let Some(ring) = self.unbound.first() {
+            self.give_up(ring);
         }
     }
 

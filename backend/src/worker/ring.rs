@@ -75,6 +75,8 @@ pub(super) struct Owned {
     pub(super) fetch: Buffer,
     pub(super) rules: Rules,
     pub(super) stats: Writer,
+    /// What is logged about the ring is logged in here: domid, devid and queue.
+    pub(super) span: tracing::Span,
 }
 
 /// See the module's head.

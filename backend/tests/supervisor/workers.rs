@@ -18,7 +18,7 @@ const CHANNEL: &str = "--channel-fd";
 fn worker_process() {
     if std::env::args().any(|arg| arg == CHANNEL) {
         let channel = xenblkd::channel::inherited().unwrap();
-        let code = xenblkd::worker::main(channel);
+        let code = xenblkd::worker::main(channel, Box::new(|_| {}));
         std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS));
     }
 }

@@ -272,7 +272,7 @@ fn grants_revoked_and_a_domain_killed_in_mid_operation() {
     script.next_is(OpKind::Read, 16 * 512).go().unwrap();
     let report = world.report();
     assert!(
-        matches!(report, Report::Detached { ring } if ring == bad.id),
+        matches!(report, Report::Detached { ring, left } if ring == bad.id && left.is_nothing()),
         "{report:?}"
     );
     assert!(world.xen.snapshot().zombies.is_empty());
@@ -546,7 +546,7 @@ fn let_go(world: &World, front: Front, lied: bool) {
     world.command(Command::Detach { ring: front.id });
     loop {
         match world.report() {
-            Report::Detached { ring } if ring == front.id => break,
+            Report::Detached { ring, left } if ring == front.id && left.is_nothing() => break,
             Report::Failed { ring, .. } if ring == front.id && lied => {}
             other => panic!("{other:?}"),
         }

@@ -1,6 +1,7 @@
 //! A worker end to end, in a thread: simulated frontends on the mocked hypervisor, real io_uring.
 
 mod attack;
+mod beginning;
 mod ending;
 mod hostile;
 mod service;

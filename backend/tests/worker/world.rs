@@ -2,8 +2,11 @@
 //! them a worker in a thread.
 
 use std::collections::HashMap;
+use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::{Child, Command as Process, Stdio};
+use std::sync::Arc;
+use std::sync::mpsc::Sender;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -103,6 +106,26 @@ impl World {
         Self::around(supervisor, Worker::Process(child))
     }
 
+    /// The worker is a thread that believes to be a process, logs to `lines`, and says on `levels` how much it
+    /// has been asked to log.
+    pub(crate) fn logging(lines: Arc<File>, levels: Sender<tracing::Level>) -> Self {
+        let (supervisor, end) = process_pair().unwrap();
+        let log = tracing_subscriber::fmt()
+            .with_max_level(tracing::Level::DEBUG)
+            .with_ansi(false)
+            .with_writer(lines)
+            .finish();
+        let set_level = move |level| levels.send(level).unwrap();
+        let worker = std::thread::spawn(move || {
+            let main = || xenblkd::worker::main(end, Box::new(set_level));
+            let code = tracing::subscriber::with_default(log, main);
+            (code == std::process::ExitCode::SUCCESS)
+                .then_some(())
+                .ok_or_else(|| "failed".to_owned())
+        });
+        Self::around(supervisor, Worker::Thread(worker))
+    }
+
     fn around(supervisor: SupervisorEnd, worker: Worker) -> Self {
         let xen = FakeXen::start().unwrap();
         let host = xen.host().unwrap();
@@ -123,6 +146,14 @@ impl World {
         });
         assert!(matches!(world.report(), Report::Ready { version: VERSION }));
         world
+    }
+
+    /// The worker's process.
+    pub(crate) fn pid(&self) -> u32 {
+        match &self.worker {
+            Some(Worker::Process(child)) => child.id(),
+            _ => panic!("not a process"),
+        }
     }
 
     /// Ends the worker's process as a crash does.
@@ -265,7 +296,7 @@ impl World {
         self.command(Command::Detach { ring: front.id });
         let report = self.report();
         assert!(
-            matches!(report, Report::Detached { ring } if ring == front.id),
+            matches!(report, Report::Detached { ring, left } if ring == front.id && left.is_nothing()),
             "{report:?}"
         );
         front.assert_gone();

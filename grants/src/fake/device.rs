@@ -1,7 +1,7 @@
 //! What a device holder does with its descriptors: opening them, copying and mapping through them, and
 //! sending and taking events.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
@@ -86,6 +86,7 @@ pub fn grant_table(fd: OwnedFd) -> io::Result<Box<dyn GrantTable>> {
         id,
         record,
         faults: Faults::open(&faults)?,
+        mapped: Cell::new(0),
     };
     Ok(Box::new(FakeGrantTable {
         device: Rc::new(device),
@@ -110,6 +111,8 @@ struct Device {
     /// One word: which grant we may have locked. It survives us.
     record: SharedPages,
     faults: Faults,
+    /// Pages mapped through it.
+    mapped: Cell<usize>,
 }
 
 #[derive(Debug)]
@@ -127,6 +130,7 @@ impl GrantTable for FakeGrantTable {
                 max: MAX_REFS,
             });
         }
+        let pages = refs.len();
         let refs = refs.iter().map(|gref| gref.0).collect();
         let answer = match self.device.call(&Request::Map {
             domid: dom.0,
@@ -147,7 +151,10 @@ impl GrantTable for FakeGrantTable {
         let unmap = move || {
             // Fails only if the hypervisor is gone, and the mapping with it.
             let _ = device.call(&Request::Unmap { handle });
+            let mapped = device.mapped.get();
+            device.mapped.set(mapped.saturating_sub(pages));
         };
+        self.device.mapped.set(self.mapped().saturating_add(pages));
         match region {
             Ok(region) => Ok(Mapping::new(region, unmap)),
             Err(error) => {
@@ -155,6 +162,10 @@ impl GrantTable for FakeGrantTable {
                 Err(error.into())
             }
         }
+    }
+
+    fn mapped(&self) -> usize {
+        self.device.mapped.get()
     }
 
     fn copy(&self, dom: DomId, slab: &mut Slab, ops: &mut [CopyOp]) -> io::Result<()> {

@@ -11,7 +11,7 @@
 // UNSAFETY: each call passes the structure its opcode names; what a copy refers to is checked against the
 // slab before, and the slab is borrowed for as long as the call takes.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
@@ -33,6 +33,7 @@ const MAX_MAP: usize = 65536;
 
 pub(super) struct Gntdev {
     fd: Rc<OwnedFd>,
+    mapped: Rc<Cell<usize>>,
     /// Kept between calls, so that a copy allocates nothing once it has grown.
     segments: RefCell<Vec<CopySegment>>,
 }
@@ -41,6 +42,7 @@ impl Gntdev {
     pub(super) fn new(fd: OwnedFd) -> Self {
         Self {
             fd: Rc::new(fd),
+            mapped: Rc::default(),
             segments: RefCell::default(),
         }
     }
@@ -61,13 +63,17 @@ impl GrantTable for Gntdev {
         let len = refs.len().saturating_mul(XEN_PAGE_SIZE);
         match Region::shared(self.fd.as_fd(), index, len, access) {
             Ok(region) => {
-                let fd = Rc::clone(&self.fd);
+                let (fd, mapped) = (Rc::clone(&self.fd), Rc::clone(&self.mapped));
+                mapped.set(mapped.get().saturating_add(refs.len()));
+                let pages = refs.len();
                 Ok(Mapping::new(region, move || {
-                    take_back(fd.as_fd(), index, count);
+                    if take_back(fd.as_fd(), index, count).is_ok() {
+                        mapped.set(mapped.get().saturating_sub(pages));
+                    }
                 }))
             }
             Err(error) => {
-                take_back(self.fd.as_fd(), index, count);
+                let _ = take_back(self.fd.as_fd(), index, count);
                 Err(if error.raw_os_error() == Some(EINVAL) {
                     MapError::Refused
                 } else {
@@ -75,6 +81,10 @@ impl GrantTable for Gntdev {
                 })
             }
         }
+    }
+
+    fn mapped(&self) -> usize {
+        self.mapped.get()
     }
 
     fn copy(&self, dom: DomId, slab: &mut Slab, ops: &mut [CopyOp]) -> io::Result<()> {
@@ -120,14 +130,15 @@ fn note_grants(fd: BorrowedFd<'_>, dom: DomId, refs: &[GrantRef], count: u32) ->
 }
 
 /// Gives a map back. Never while its pages are in our address space: a PVH dom0 would keep the grants.
-fn take_back(fd: BorrowedFd<'_>, index: u64, count: u32) {
+/// It fails only for an index and count that name no map.
+fn take_back(fd: BorrowedFd<'_>, index: u64, count: u32) -> io::Result<()> {
     let mut arg = Unmap {
         index,
         count,
         pad: 0,
     };
-    // SAFETY: the structure of this opcode. It fails only for an index and count that name no map.
-    let _ = unsafe { ioctl(fd, UNMAP_GRANT_REF, ptr::from_mut(&mut arg).cast()) };
+    // SAFETY: the structure of this opcode.
+    unsafe { ioctl(fd, UNMAP_GRANT_REF, ptr::from_mut(&mut arg).cast()) }.map(drop)
 }
 
 /// `op` as the device takes it; None if a side of it is out of range.

@@ -128,14 +128,14 @@ impl Reload {
 
     fn take_up(&mut self, config: Config, supervisor: &Handle) {
         self.level.set(config.log_level);
+        supervisor.set_log_level(config.log_level.0);
         if let Err(error) = supervisor.set_limits(config.limits()) {
             error!("limits not taken up: {error}");
         }
         for key in self.config.needs_restart(&config) {
             warn!("{key} has changed in the configuration, but takes a restart");
         }
-        info!(level = %config.log_level, "configuration read again; limits hold for devices that connect from now on, \
-             the log level for this process and not for its workers");
+        info!(level = %config.log_level, "configuration read again; limits hold for devices that connect from now on");
         self.config = config;
     }
 }

@@ -17,7 +17,7 @@ use clap::{CommandFactory, Parser};
 use xenblkd::{channel, worker};
 
 use cli::{Cli, Command, ConfigFile};
-use config::{Config, DEFAULT_PATH};
+use config::{Config, DEFAULT_PATH, LogLevel};
 
 fn main() -> ExitCode {
     match run(Cli::parse().command) {
@@ -58,10 +58,10 @@ fn run(command: Command) -> anyhow::Result<ExitCode> {
             log_level,
             channel_fd: _,
         } => {
-            logs::start(log_level);
-            return Ok(worker::main(
-                channel::inherited().context("no channel on standard input")?,
-            ));
+            let level = logs::start(log_level);
+            let channel = channel::inherited().context("no channel on standard input")?;
+            let set_level = Box::new(move |new| level.set(LogLevel(new)));
+            return Ok(worker::main(channel, set_level));
         }
     }
     Ok(ExitCode::SUCCESS)

@@ -43,7 +43,7 @@ pub(crate) fn supervisor(args: Supervisor) -> ExitCode {
 pub(crate) fn worker() -> ExitCode {
     log();
     match xenblkd::channel::inherited() {
-        Ok(channel) => xenblkd::worker::main(channel),
+        Ok(channel) => xenblkd::worker::main(channel, Box::new(|_| {})),
         Err(error) => crate::fail(&error),
     }
 }
