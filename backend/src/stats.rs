@@ -24,6 +24,11 @@ macro_rules! counters {
                 let get = |counter: Counter| page.load(counter as usize).unwrap_or(0);
                 Self { $($field: get(Counter::$variant),)+ }
             }
+
+            /// Adds another ring's counters.
+            pub fn add(&mut self, other: &Self) {
+                $(self.$field = self.$field.wrapping_add(other.$field);)+
+            }
         }
     };
 }

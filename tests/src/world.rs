@@ -54,8 +54,8 @@ pub enum WorldError {
         /// The guest's reason and the backend's.
         reason: String,
     },
-    /// The backend closed a disk but kept pages of its rings.
-    #[error("{vbd}: the closed backend still maps {leaked} ring pages")]
+    /// The backend closed a disk but kept pages of its guest.
+    #[error("{vbd}: the closed backend still maps {leaked} granted pages")]
     Leak {
         /// Which disk.
         vbd: Vbd,
@@ -63,6 +63,9 @@ pub enum WorldError {
         leaked: usize,
     },
 }
+
+/// Pages a domain of the mocked hypervisor can have; a guest that needs more waits for its own answers.
+const MOST_PAGES: usize = 1 << 22;
 
 fn doing(doing: &'static str) -> impl FnOnce(io::Error) -> WorldError {
     move |source| WorldError::Io { doing, source }
@@ -228,7 +231,7 @@ impl World {
     pub fn guest(&mut self, config: Config, disks: usize) -> Result<Guest, WorldError> {
         self.guests += 1;
         let domid = self.guests;
-        let pages = config.pages_per_disk() * disks;
+        let pages = (config.pages_per_disk() * disks).min(MOST_PAGES);
         let domain = self
             .xen
             .domain(DomId(domid), pages)

@@ -13,6 +13,7 @@ use xenblk_xenstore::{Client, Event, Events, Tx, vbd};
 
 use super::disk::Disk;
 use super::negotiate::{NegotiationError, Transport, read_device, read_transport, write_rings};
+use super::profile::{OnClosing, Start};
 use super::ring::RingParts;
 use super::{Config, Order, Status};
 use crate::toolstack::Vbd;
@@ -73,6 +74,11 @@ impl Control {
 
     /// Runs until told to end, or until XenStore is gone.
     pub(super) async fn run(mut self, mut orders: mpsc::Receiver<Order>) {
+        if self.config.profile.negotiation.start == Start::AfterClosing
+            && let Err(error) = self.close_cycle().await
+        {
+            self.fail(&error).await;
+        }
         loop {
             let result = tokio::select! {
                 event = self.events.next() => match event {
@@ -123,6 +129,9 @@ impl Control {
                     eprintln!("guest: {}: the backend closed the disk by itself", self.vbd);
                 }
                 self.end("the backend closed it".into());
+                if self.config.profile.on_closing == OnClosing::ClosingClosed {
+                    self.enter(State::Closing).await?;
+                }
                 self.enter(State::Closed).await
             }
             _ => Ok(()),
@@ -153,7 +162,8 @@ impl Control {
             .collect::<Result<Vec<_>, _>>()?;
         let keys: Vec<_> = rings.iter().map(RingParts::keys).collect();
         self.connection = Some(Connection::Offered(rings));
-        write_rings(&self.store, &self.directory, &keys).await?;
+        let negotiation = &self.config.profile.negotiation;
+        write_rings(&self.store, &self.directory, negotiation, &keys).await?;
         self.enter(State::Initialised).await
     }
 
@@ -162,8 +172,9 @@ impl Control {
         let Some(Connection::Offered(rings)) = self.connection.take() else {
             return Ok(());
         };
-        let described = read_device(&self.store, &self.backend, rings.len()).await;
-        let (info, segments) = match described {
+        let profile = self.config.profile;
+        let described = read_device(&self.store, &self.backend, profile, rings.len()).await;
+        let (info, segments, manners) = match described {
             Ok(described) => described,
             Err(error) => {
                 self.connection = Some(Connection::Offered(rings));
@@ -171,7 +182,8 @@ impl Control {
             }
         };
         let name = self.vbd.name();
-        let disk = Arc::new(Disk::start(info, segments, &name, &self.domain, rings)?);
+        let disk = Disk::start(info, segments, &name, &self.domain, manners, rings)?;
+        let disk = Arc::new(disk);
         self.connection = Some(Connection::Connected(Arc::clone(&disk)));
         self.enter(State::Connected).await?;
         self.status.send_replace(Status::Connected(disk));
@@ -199,10 +211,15 @@ impl Control {
             .sum()
     }
 
-    /// xenbus_reset_frontend(): what a kernel started by kexec does with the disk it finds, from the step
-    /// that the backend's state calls for.
+    /// What a kernel started by kexec does with the disk it finds.
     async fn reset(&mut self) -> Result<(), NegotiationError> {
         self.end("the guest reset it".into());
+        self.close_cycle().await
+    }
+
+    /// xenbus_reset_frontend(), and the way of Windows at every start: Closing, Closed and Initialising
+    /// from the step that the backend's state calls for; then the rings are offered.
+    async fn close_cycle(&mut self) -> Result<(), NegotiationError> {
         let found = self.other_end().await?;
         if !matches!(found, State::Closing | State::Closed) {
             self.step(State::Closing, State::Closing).await?;
@@ -213,7 +230,7 @@ impl Control {
         let leaked = self.release();
         if leaked > 0 {
             eprintln!(
-                "guest: {}: the closed backend still maps {leaked} ring pages",
+                "guest: {}: the closed backend still maps {leaked} granted pages",
                 self.vbd
             );
         }

@@ -13,7 +13,7 @@ use xenblk_grants::fake::FakeDomain;
 use super::inbox::{Inbox, Pending};
 use super::link::Link;
 use super::queue::{Queue, QueueCounters};
-use super::ring::{GuestRing, RingParts};
+use super::ring::{GuestRing, Manners, RingParts};
 use super::source::{Job, Limits};
 use crate::disk::{DiskInfo, Done, GuestDisk, IoError, Op};
 
@@ -34,6 +34,7 @@ struct Entrance {
 pub struct Disk {
     info: DiskInfo,
     limits: Limits,
+    persistent: bool,
     link: Arc<Link>,
     entrances: Vec<Entrance>,
     threads: Mutex<Vec<JoinHandle<RingParts>>>,
@@ -46,6 +47,7 @@ impl Disk {
         segments: usize,
         name: &str,
         domain: &FakeDomain,
+        manners: Manners,
         rings: Vec<RingParts>,
     ) -> io::Result<Self> {
         let limits = Limits {
@@ -63,7 +65,7 @@ impl Disk {
             let queue = Queue {
                 number,
                 port_fd: domain.port_fd(parts.port).ok_or_else(closed)?,
-                ring: GuestRing::new(parts, domain.clone(), DomId(0)),
+                ring: GuestRing::new(parts, domain.clone(), DomId(0), manners),
                 domain: domain.clone(),
                 limits,
                 inbox: Inbox::new(inbox),
@@ -85,6 +87,7 @@ impl Disk {
         Ok(Self {
             info,
             limits,
+            persistent: manners.persistent,
             link,
             entrances,
             threads: Mutex::new(threads),
@@ -94,6 +97,11 @@ impl Disk {
     /// What one request can be.
     pub fn limits(&self) -> Limits {
         self.limits
+    }
+
+    /// Grants outlive their requests: both sides have persistent grants.
+    pub fn persistent(&self) -> bool {
+        self.persistent
     }
 
     /// Rings.

@@ -1,12 +1,14 @@
-//! The guest's half of a virtual disk: the xen-blkfront of Linux 6 against the mocked hypervisor and the
-//! fake XenStore. Like the real one it trusts nothing: whatever the backend must not do disables the disk
-//! and is said in one line.
+//! The guest's half of a virtual disk against the mocked hypervisor and the fake XenStore, with the manners
+//! of one real frontend: its [`Profile`]. Like the blkfront of Linux 6 it trusts nothing, whichever it is:
+//! whatever the backend must not do disables the disk and is said in one line.
 
 mod control;
 mod disk;
 mod inbox;
 mod link;
 mod negotiate;
+mod pool;
+mod profile;
 mod queue;
 mod ring;
 mod source;
@@ -24,27 +26,21 @@ use xenblk_xenstore::{Client, Events};
 
 pub use disk::Disk;
 pub use negotiate::NegotiationError;
+pub use profile::{IndirectGrants, Profile};
 pub use queue::QueueCounters;
 pub use source::{GuestBuffer, Io, IoKind, Job, Limits, Source};
 
 use self::control::Control;
 use crate::toolstack::Vbd;
 
-/// Which frontend is simulated.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Profile {
-    /// xen-blkfront of Linux 5.16 and later, with `feature_persistent=0`.
-    Linux6,
-}
-
 /// How a guest drives its disks.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     /// Whose behaviour.
-    pub profile: Profile,
-    /// Rings it asks for (`xen_blkfront.max_queues`), 1 to 16.
+    pub profile: &'static Profile,
+    /// Rings it asks for, 1 to the profile's most.
     pub queues: u32,
-    /// Pages of a ring as a power of two (`xen_blkfront.max_ring_page_order`), 0 to 4.
+    /// Pages of a ring as a power of two, 0 to the profile's most.
     pub ring_order: u32,
 }
 
@@ -54,7 +50,7 @@ impl Config {
     pub fn pages_per_disk(&self) -> usize {
         let ring_pages = 1 << self.ring_order.min(MAX_RING_ORDER);
         let entries = Abi::NATIVE.entries(ring_pages) as usize;
-        self.queues as usize * (ring_pages as usize + entries * (negotiate::INDIRECT_SEGMENTS + 1))
+        self.queues as usize * (ring_pages as usize + entries * self.profile.pages_per_entry())
     }
 }
 
@@ -74,7 +70,7 @@ pub enum Status {
 enum Order {
     /// Close and offer new rings, as a kernel started by kexec does; answered when that is done.
     Reset { done: oneshot::Sender<()> },
-    /// The device is being removed; answered with the number of ring pages the backend still maps.
+    /// The device is being removed; answered with the number of granted pages the backend still maps.
     Remove {
         reason: String,
         leaked: oneshot::Sender<usize>,
@@ -133,8 +129,8 @@ impl Frontend {
         let _ = answer.await;
     }
 
-    /// The device goes away: requests fail, grants are taken back. Returns how many ring pages the backend
-    /// still maps; 0 is expected of one that has closed.
+    /// The device goes away: requests fail, grants are taken back. Returns how many granted pages the
+    /// backend still maps; 0 is expected of one that has closed.
     pub async fn remove(self, reason: &str) -> usize {
         let (leaked, answer) = oneshot::channel();
         let reason = reason.to_owned();

@@ -79,6 +79,7 @@ impl Queue {
 
     /// Everything there is to do now, then sleep if that was nothing.
     fn turn(&mut self) -> Result<(), Violation> {
+        self.ring.pool.purge();
         let answered = self.collect()?;
         let sent = self.send()?;
         // Sets rsp_event, so that the next response raises an event, and looks once more.
@@ -110,8 +111,14 @@ impl Queue {
         ];
         // Other rings don't say when they give grants back; our own answers do.
         let waits_for_others = self.held.is_some() && self.ring.is_idle();
+        let limit = if waits_for_others {
+            Some(RETRY)
+        } else {
+            let patience = self.ring.pool.patience();
+            patience.and_then(|patience| Timespec::try_from(patience).ok())
+        };
         // Fails only with EINTR, and the caller looks at everything again anyway.
-        let _ = poll(&mut fds, waits_for_others.then_some(&RETRY));
+        let _ = poll(&mut fds, limit.as_ref());
         if !fds[0].revents().is_empty() {
             let mut count = [0; 8];
             let _ = rustix::io::read(&self.port_fd, &mut count);

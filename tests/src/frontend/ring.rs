@@ -1,6 +1,6 @@
 //! One ring of the guest: its pages and port, the requests in flight on it, and the grants each of them
-//! gave. As strict as Linux 6: whatever the backend must not do is a [`Violation`]. Threads and waiting
-//! are `queue`'s.
+//! gave. As strict as Linux 6, whatever the profile: what the backend must not do is a [`Violation`].
+//! Threads and waiting are `queue`'s, pages and grants between requests `pool`'s.
 
 use std::io;
 
@@ -13,6 +13,8 @@ use xenblk_ring::{
 };
 
 use super::negotiate::RingKeys;
+use super::pool::Pool;
+use super::profile::{Ids, IndirectGrants, Profile};
 use super::source::{GuestBuffer, Io, IoKind, SECTORS_PER_PAGE};
 
 /// A ring as it is offered to the backend: pages granted, port allocated, nobody using it.
@@ -24,6 +26,8 @@ pub(super) struct RingParts {
     pub(super) port: Port,
     /// SHARED_RING_INIT was done on it.
     pub(super) front: FrontRing<DomainWords>,
+    /// Of a ring that isn't used any more: other pages that the backend may not have let go.
+    granted: Vec<(Gfn, GrantRef)>,
 }
 
 impl RingParts {
@@ -50,6 +54,7 @@ impl RingParts {
             grefs,
             port,
             front,
+            granted: Vec::new(),
         })
     }
 
@@ -64,9 +69,10 @@ impl RingParts {
     pub(super) fn release(self, domain: &FakeDomain) -> usize {
         domain.close(self.port);
         let mut mapped = 0;
-        for (page, &gref) in (self.first_page.0..).zip(&self.grefs) {
+        let ring = (self.first_page.0..).map(Gfn).zip(self.grefs);
+        for (page, gref) in ring.chain(self.granted) {
             match domain.end_access(gref) {
-                Ok(()) => domain.free_page(Gfn(page)),
+                Ok(()) => domain.free_page(page),
                 Err(_) => mapped += 1,
             }
         }
@@ -98,8 +104,52 @@ struct Shadow {
     operation: u8,
     /// The data: page and its granted part.
     pages: Vec<(Gfn, Segment)>,
-    /// The page of segment descriptors of an indirect request.
+    /// The page of segment descriptors of an indirect request, or of all of this slot's.
     indirect: Option<(Gfn, GrantRef)>,
+}
+
+/// What a profile and its backend agreed on for one connection.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Manners {
+    pub(super) persistent: bool,
+    pub(super) readonly_writes: bool,
+    pub(super) indirect: IndirectGrants,
+    pub(super) ids: Ids,
+}
+
+impl Manners {
+    /// `offered`: the backend has `feature-persistent`.
+    pub(super) fn new(profile: &Profile, offered: bool) -> Self {
+        Self {
+            persistent: profile.grants.persistent && offered,
+            readonly_writes: profile.grants.readonly_writes,
+            indirect: profile.grants.indirect,
+            ids: profile.requests.ids,
+        }
+    }
+}
+
+/// Where Linux and Windows on x86 have their heaps; structures stand 128 bytes apart.
+const HEAP: u64 = 0xffff_8880_0000_0000;
+const STRUCTURE: u64 = 128;
+
+impl Ids {
+    fn of(self, slot: usize) -> u64 {
+        match self {
+            Self::Index => slot as u64,
+            Self::Pointer => HEAP + slot as u64 * STRUCTURE,
+        }
+    }
+
+    fn slot(self, id: u64) -> Option<usize> {
+        let slot = match self {
+            Self::Index => id,
+            Self::Pointer => id.checked_sub(HEAP)? / STRUCTURE,
+        };
+        usize::try_from(slot)
+            .ok()
+            .filter(|&slot| self.of(slot) == id)
+    }
 }
 
 /// Which of a queue's sources a request came from.
@@ -111,7 +161,7 @@ pub(super) enum Owner {
 
 /// A request that was answered; to be given to [`GuestRing::recycle`] once its data was looked at.
 pub(super) struct Answer {
-    id: usize,
+    slot: usize,
     pub(super) io: Io,
     pub(super) owner: Owner,
     pub(super) status: Status,
@@ -132,36 +182,40 @@ impl Answer {
 pub(super) struct GuestRing {
     pub(super) parts: RingParts,
     domain: FakeDomain,
-    backend: DomId,
+    manners: Manners,
     shadows: Vec<Shadow>,
-    /// LIFO, as Linux's: ids are reused at once.
-    free_ids: Vec<usize>,
-    /// Pages nothing is granted of, LIFO.
-    free_pages: Vec<Gfn>,
+    /// LIFO, as Linux's: slots and their ids are reused at once.
+    free_slots: Vec<usize>,
+    pub(super) pool: Pool,
 }
 
 impl GuestRing {
-    pub(super) fn new(parts: RingParts, domain: FakeDomain, backend: DomId) -> Self {
+    pub(super) fn new(
+        parts: RingParts,
+        domain: FakeDomain,
+        backend: DomId,
+        manners: Manners,
+    ) -> Self {
         let entries = Abi::NATIVE.entries(parts.pages as u32) as usize;
         Self {
             parts,
+            pool: Pool::new(domain.clone(), backend, manners.persistent),
             domain,
-            backend,
+            manners,
             shadows: std::iter::repeat_with(Shadow::default)
                 .take(entries)
                 .collect(),
-            free_ids: (0..entries).rev().collect(),
-            free_pages: Vec::new(),
+            free_slots: (0..entries).rev().collect(),
         }
     }
 
     pub(super) fn has_room(&self) -> bool {
-        !self.free_ids.is_empty()
+        !self.free_slots.is_empty()
     }
 
     /// Nothing is in flight, so nothing will be answered.
     pub(super) fn is_idle(&self) -> bool {
-        self.free_ids.len() == self.shadows.len()
+        self.free_slots.len() == self.shadows.len()
     }
 
     /// Puts one request on the ring without publishing it; `fill` writes a WRITE's data. To be called
@@ -173,14 +227,17 @@ impl GuestRing {
         owner: Owner,
         fill: impl FnOnce(&GuestBuffer<'_>),
     ) -> Result<bool, Violation> {
-        let Some(id) = self.free_ids.pop() else {
+        let Some(slot) = self.free_slots.pop() else {
             return Ok(false);
         };
-        let mut shadow = std::mem::take(&mut self.shadows[id]);
-        let Some(request) = self.prepare(id as u64, &io, &mut shadow, fill) else {
-            self.undo(&mut shadow);
-            self.shadows[id] = shadow;
-            self.free_ids.push(id);
+        let mut shadow = std::mem::take(&mut self.shadows[slot]);
+        let id = self.manners.ids.of(slot);
+        let Some(request) = self.prepare(id, &io, &mut shadow, fill) else {
+            // The backend has never heard of it, or maps it from earlier.
+            let _ = self.end_grants(&mut shadow);
+            self.pool.reuse();
+            self.shadows[slot] = shadow;
+            self.free_slots.push(slot);
             return Ok(false);
         };
         shadow.operation = match request {
@@ -191,8 +248,8 @@ impl GuestRing {
             _ => OP_FLUSH_DISKCACHE,
         };
         shadow.request = Some((io, owner));
-        self.shadows[id] = shadow;
-        // There are as many ids as entries, and an id is free only once its entry is.
+        self.shadows[slot] = shadow;
+        // There are as many slots here as entries, and one is free only once its entry is.
         self.parts
             .front
             .push(&request.encode(Abi::NATIVE))
@@ -224,8 +281,9 @@ impl GuestRing {
             }
         };
         let mut at = sector;
+        let readonly = op == RwOp::Write && self.manners.readonly_writes;
         while at < sector + nr_sectors {
-            let (page, gref) = self.grant_page()?;
+            let (page, gref) = self.pool.take(readonly)?;
             let first = at % SECTORS_PER_PAGE;
             let last = (first + sector + nr_sectors - at).min(SECTORS_PER_PAGE) - 1;
             shadow
@@ -242,7 +300,11 @@ impl GuestRing {
                 segments,
             }),
             None => {
-                let (page, gref) = self.grant_page()?;
+                let readonly = self.manners.indirect != IndirectGrants::LikeData;
+                let (page, gref) = match shadow.indirect {
+                    Some(kept) => kept,
+                    None => self.pool.take(readonly)?,
+                };
                 shadow.indirect = Some((page, gref));
                 self.domain.write(page, 0, &encode_indirect_page(&segments));
                 let mut grefs = [0; MAX_INDIRECT_PAGES];
@@ -260,25 +322,19 @@ impl GuestRing {
         Some(request)
     }
 
-    /// Takes back what a request that could not be sent was given.
-    fn undo(&mut self, shadow: &mut Shadow) {
-        let data = shadow.pages.drain(..);
-        let data = data.map(|(page, segment)| (page, GrantRef(segment.gref())));
-        for (page, gref) in data.chain(shadow.indirect.take()) {
-            // The backend has never heard of it.
-            let _ = self.domain.end_access(gref);
-            self.free_pages.push(page);
-        }
-    }
-
-    /// A page of ours, granted read-write as Linux does for every operation.
-    fn grant_page(&mut self) -> Option<(Gfn, GrantRef)> {
-        let page = self.free_pages.pop().or_else(|| self.domain.alloc_page())?;
-        let Some(gref) = self.domain.grant(page, self.backend, false) else {
-            self.free_pages.push(page);
-            return None;
+    /// Ends the grants of a request that is over or was not sent, but for a page of segment descriptors
+    /// that is granted for good. The data stays readable until the pool may [reuse](Pool::reuse) it.
+    fn end_grants(&mut self, shadow: &mut Shadow) -> Result<(), GrantRef> {
+        let data = shadow
+            .pages
+            .iter()
+            .map(|&(page, segment)| (page, GrantRef(segment.gref())));
+        let indirect = match self.manners.indirect {
+            IndirectGrants::Once => None,
+            IndirectGrants::LikeData | IndirectGrants::Readonly => shadow.indirect.take(),
         };
-        Some((page, gref))
+        let mut ended = data.chain(indirect);
+        ended.try_for_each(|(page, gref)| self.pool.end(page, gref).map_err(|_| gref))
     }
 
     /// The next response, checked, its grants taken back; none when there is none.
@@ -287,10 +343,10 @@ impl GuestRing {
         let Some(Response { id, op, status }) = response else {
             return Ok(None);
         };
-        let shadow = usize::try_from(id)
-            .ok()
-            .and_then(|index| self.shadows.get_mut(index));
-        let shadow = shadow.ok_or(Violation::Id { id })?;
+        let slot = self.manners.ids.slot(id);
+        let slot = slot.filter(|&slot| slot < self.shadows.len());
+        let slot = slot.ok_or(Violation::Id { id })?;
+        let mut shadow = std::mem::take(&mut self.shadows[slot]);
         let (io, owner) = shadow.request.take().ok_or(Violation::Id { id })?;
         if op != shadow.operation {
             return Err(Violation::Operation {
@@ -299,18 +355,13 @@ impl GuestRing {
                 expected: shadow.operation,
             });
         }
-        let pages = std::mem::take(&mut shadow.pages);
-        let indirect = shadow.indirect.take();
-        let data_grefs = pages.iter().map(|&(_, segment)| GrantRef(segment.gref()));
-        for gref in data_grefs.chain(indirect.map(|(_, gref)| gref)) {
-            self.domain
-                .end_access(gref)
-                .map_err(|_| Violation::StillMapped { id, gref })?;
-        }
-        self.free_pages.extend(indirect.map(|(page, _)| page));
+        self.end_grants(&mut shadow)
+            .map_err(|gref| Violation::StillMapped { id, gref })?;
         let status = Status::from_wire(status).ok_or(Violation::Status { id, status })?;
+        let pages = std::mem::take(&mut shadow.pages);
+        self.shadows[slot] = shadow;
         Ok(Some(Answer {
-            id: id as usize,
+            slot,
             io,
             owner,
             status,
@@ -318,28 +369,34 @@ impl GuestRing {
         }))
     }
 
-    /// Frees the answered request's id and pages.
+    /// Frees the answered request's slot and pages.
     pub(super) fn recycle(&mut self, mut answer: Answer) {
-        self.free_pages
-            .extend(answer.pages.drain(..).map(|(page, _)| page));
-        self.shadows[answer.id].pages = answer.pages;
-        self.free_ids.push(answer.id);
+        self.pool.reuse();
+        answer.pages.clear();
+        self.shadows[answer.slot].pages = answer.pages;
+        self.free_slots.push(answer.slot);
     }
 
     /// Every request that was not answered, when the disk is gone. Their pages stay granted: the backend
     /// may still use them.
     pub(super) fn abandon(&mut self) -> Vec<(Io, Owner)> {
-        self.shadows
-            .iter_mut()
-            .filter_map(|shadow| shadow.request.take())
-            .collect()
+        let mut unanswered = Vec::new();
+        for shadow in &mut self.shadows {
+            let data = shadow.pages.drain(..);
+            let data = data.map(|(page, segment)| (page, GrantRef(segment.gref())));
+            self.parts
+                .granted
+                .extend(data.chain(shadow.indirect.take()));
+            unanswered.extend(shadow.request.take());
+        }
+        unanswered
     }
 
-    /// Gives the idle pages back to the guest's kernel and the ring to whoever closes it.
+    /// Gives the idle pages back to the guest's kernel, and the ring with what the backend may still map to
+    /// whoever closes it.
     pub(super) fn into_parts(self) -> RingParts {
-        for page in self.free_pages {
-            self.domain.free_page(page);
-        }
-        self.parts
+        let mut parts = self.parts;
+        parts.granted.extend(self.pool.into_granted());
+        parts
     }
 }

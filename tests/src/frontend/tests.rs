@@ -10,7 +10,8 @@ use xenblk_ring::Words;
 use xenblk_ring::layout::{OP_FLUSH_DISKCACHE, OP_READ, OP_WRITE, REQ_PROD, RSP_PROD};
 
 use super::Disk;
-use super::ring::RingParts;
+use super::Profile;
+use super::ring::{Manners, RingParts};
 use crate::disk::{DiskInfo, GuestDisk, IoError, Op};
 
 const PATIENCE: Duration = Duration::from_secs(60);
@@ -49,7 +50,9 @@ impl Bench {
             discard: true,
             queues: 1,
         };
-        let disk = Arc::new(Disk::start(info, 11, "xvda", &domain, vec![parts]).unwrap());
+        let manners = Manners::new(Profile::linux6(), false);
+        let disk = Disk::start(info, 11, "xvda", &domain, manners, vec![parts]).unwrap();
+        let disk = Arc::new(disk);
         Self {
             xen,
             _domain: domain,

@@ -5,6 +5,7 @@
 mod command;
 mod crash;
 mod errors;
+mod profiles;
 mod serving;
 
 use std::fs::File;
@@ -38,7 +39,7 @@ fn world() -> World {
 
 fn linux(queues: u32, ring_order: u32) -> Config {
     Config {
-        profile: Profile::Linux6,
+        profile: Profile::linux6(),
         queues,
         ring_order,
     }

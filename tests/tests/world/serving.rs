@@ -236,7 +236,7 @@ fn the_store_looks_as_on_a_real_host() {
         "device/vbd/51712/backend-id=0",
         "device/vbd/51712/backend=/local/domain/0/backend/vbd/1/51712",
         "device/vbd/51712/device-type=disk",
-        "device/vbd/51712/feature-persistent=0",
+        "device/vbd/51712/feature-persistent=1",
         "device/vbd/51712/multi-queue-num-queues=2",
         "device/vbd/51712/protocol=x86_64-abi",
         "device/vbd/51712/queue-0=",

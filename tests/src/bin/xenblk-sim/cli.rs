@@ -4,7 +4,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
-use xenblk_tests::frontend::Profile;
+use xenblk_tests::frontend::{Config, Profile};
 use xenblk_tests::load::Mode;
 
 /// Serve disk images to a simulated Xen guest, without Xen.
@@ -24,6 +24,8 @@ pub(crate) enum Command {
     Serve(Serve),
     /// Run a load from a simulated guest and print what each ring did.
     Load(Load),
+    /// List the frontends a guest can have.
+    Profiles,
     /// The backend's control plane, as started by this program.
     #[command(hide = true)]
     Supervisor(Supervisor),
@@ -46,23 +48,54 @@ pub(crate) struct Serve {
     /// image the export has the empty name, with several the exports are called xvda, xvdb, and so on.
     #[arg(long, value_name = "SOCK")]
     pub(crate) nbd: Option<PathBuf>,
-    /// Rings the guest asks for.
-    #[arg(long, value_name = "N", default_value_t = 4, value_parser = number::<1, 16>)]
-    pub(crate) queues: u32,
-    /// Which frontend the guest runs: linux6.
-    #[arg(
-        long,
-        value_name = "NAME",
-        default_value = "linux6",
-        hide_possible_values = true
-    )]
-    pub(crate) profile: ProfileName,
+    #[command(flatten)]
+    pub(crate) guest: GuestArgs,
+    /// Rings the guest asks for; as many as its frontend usually does if not given.
+    #[arg(long, value_name = "N", value_parser = number::<1, 16>)]
+    pub(crate) queues: Option<u32>,
     /// Attach the disks read-only.
     #[arg(long)]
     pub(crate) readonly: bool,
+}
+
+/// What guest it is.
+#[derive(Debug, Args)]
+pub(crate) struct GuestArgs {
+    /// Which frontend the guest runs; `xenblk-sim profiles` lists them.
+    #[arg(long, value_name = "NAME", default_value = "linux6", value_parser = profile)]
+    profile: &'static Profile,
     /// Pages of a ring as a power of two.
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<0, 4>)]
-    pub(crate) ring_order: u32,
+    ring_order: u32,
+}
+
+impl GuestArgs {
+    /// This guest with `queues` rings, or as many as usual. The error is one line.
+    pub(crate) fn config(&self, queues: Option<u32>) -> Result<Config, String> {
+        let Self {
+            profile,
+            ring_order,
+        } = *self;
+        let (name, rings) = (profile.name, &profile.rings);
+        let queues = queues.unwrap_or(rings.usual);
+        if queues > rings.most {
+            let most = rings.most;
+            return Err(format!(
+                "--queues {queues}: expected at most {most}, the rings of {name}"
+            ));
+        }
+        if ring_order > rings.max_order {
+            let most = rings.max_order;
+            return Err(format!(
+                "--ring-order {ring_order}: expected at most {most}, that of {name}"
+            ));
+        }
+        Ok(Config {
+            profile,
+            queues,
+            ring_order,
+        })
+    }
 }
 
 #[derive(Debug, Args)]
@@ -85,9 +118,11 @@ pub(crate) struct Load {
     /// Requests in flight on each ring.
     #[arg(long, value_name = "N", default_value_t = 32, value_parser = number::<1, 512>)]
     pub(crate) iodepth: u32,
-    /// Rings the guest asks for; one run for each value.
-    #[arg(long, value_name = "N,…", default_value = "4", value_delimiter = ',',
-          value_parser = number::<1, 16>)]
+    #[command(flatten)]
+    pub(crate) guest: GuestArgs,
+    /// Rings the guest asks for, one run for each value; as many as its frontend usually does if not
+    /// given.
+    #[arg(long, value_name = "N,…", value_delimiter = ',', value_parser = number::<1, 16>)]
     pub(crate) queues: Vec<u32>,
     /// Seconds a run lasts.
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
@@ -95,10 +130,7 @@ pub(crate) struct Load {
     /// Ends a run earlier, once it has moved so many bytes; suffixes k, M and G.
     #[arg(long, value_name = "BYTES", value_parser = bytes)]
     pub(crate) size: Option<u64>,
-    /// Pages of a ring as a power of two.
-    #[arg(long, value_name = "N", default_value_t = 0, value_parser = number::<0, 4>)]
-    pub(crate) ring_order: u32,
-    /// One JSON object on standard output instead of tables.
+    /// One JSON object a run on standard output, instead of a table.
     #[arg(long)]
     pub(crate) json: bool,
 }
@@ -117,20 +149,6 @@ pub(crate) struct Supervisor {
     /// Storage cores.
     #[arg(long)]
     pub(crate) workers: u32,
-}
-
-/// [`Profile`] by its name.
-#[derive(Clone, Copy, Debug, ValueEnum)]
-pub(crate) enum ProfileName {
-    Linux6,
-}
-
-impl From<ProfileName> for Profile {
-    fn from(name: ProfileName) -> Self {
-        match name {
-            ProfileName::Linux6 => Self::Linux6,
-        }
-    }
 }
 
 /// [`Mode`] by fio's names.
@@ -156,6 +174,13 @@ impl From<ModeName> for Mode {
             ModeName::RandRw => Self::RandRw,
         }
     }
+}
+
+fn profile(name: &str) -> Result<&'static Profile, String> {
+    Profile::named(name).ok_or_else(|| {
+        let names: Vec<&str> = Profile::all().iter().map(|profile| profile.name).collect();
+        format!("expected one of {}", names.join(", "))
+    })
 }
 
 fn number<const LEAST: u32, const MOST: u32>(text: &str) -> Result<u32, String> {

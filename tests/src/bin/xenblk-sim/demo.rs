@@ -16,7 +16,7 @@ use xenblk_tests::frontend::{Config, Disk, Profile};
 use xenblk_tests::pattern::{Pattern, SECTOR};
 use xenblk_tests::verify::{Layout, Options, Outcome, Stage, run_stage, total_sectors};
 use xenblk_tests::world::DRAIN;
-use xenblkd::stats::Snapshot;
+use xenblkd::control::RingStatus;
 
 use crate::session::{Interrupt, Result, Session};
 use crate::table;
@@ -28,7 +28,7 @@ const DEPTH: usize = 32;
 
 pub(crate) fn run() -> Result<ExitCode> {
     let config = Config {
-        profile: Profile::Linux6,
+        profile: Profile::linux6(),
         queues: 4,
         ring_order: 0,
     };
@@ -65,7 +65,7 @@ pub(crate) fn run() -> Result<ExitCode> {
         }
     }
     let interrupted = interrupt.came();
-    print_rings(&disk, &outcomes, &session.backend_counters()?)?;
+    print_rings(&disk, &outcomes, &session.rings()?)?;
     session.detach()?;
     let mut errors: u64 = outcomes.iter().map(Outcome::verify_errors).sum();
     if !interrupted {
@@ -100,9 +100,14 @@ fn introduce(session: &Session, image: &Path, disk: &Disk) -> std::io::Result<()
     }
     let (domid, rings) = (session.domid(), disk.queues());
     let segments = disk.limits().segments;
+    let grants = if disk.persistent() {
+        ", persistent grants"
+    } else {
+        ""
+    };
     writeln!(
         out,
-        "guest    domain {domid}, linux6, {rings} rings, {segments} segments a request"
+        "guest    domain {domid}, linux6, {rings} rings, {segments} segments a request{grants}"
     )
 }
 
@@ -150,7 +155,7 @@ fn progress_bar(stage: Stage, options: &Options) -> ProgressBar {
     bar
 }
 
-fn print_rings(disk: &Disk, outcomes: &[Outcome], backend: &[Snapshot]) -> std::io::Result<()> {
+fn print_rings(disk: &Disk, outcomes: &[Outcome], backend: &[RingStatus]) -> std::io::Result<()> {
     let rows: Vec<Vec<String>> = outcomes
         .iter()
         .zip(backend)
@@ -169,8 +174,8 @@ fn print_rings(disk: &Disk, outcomes: &[Outcome], backend: &[Snapshot]) -> std::
                 table::time(outcome.latency.percentile(990)),
                 table::ratio(outcome.requests, notifies),
                 table::ratio(outcome.requests, events),
-                backend.copies.to_string(),
-                table::ratio(backend.copied_segments, backend.copies),
+                backend.counters.copies.to_string(),
+                table::ratio(backend.counters.copied_segments, backend.counters.copies),
             ]
         })
         .collect();

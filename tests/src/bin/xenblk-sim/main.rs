@@ -6,6 +6,7 @@ mod backend;
 mod cli;
 mod demo;
 mod load;
+mod profiles;
 mod serve;
 mod session;
 mod table;
@@ -28,6 +29,7 @@ fn main() -> ExitCode {
         None => demo::run(),
         Some(Command::Serve(args)) => serve::run(&args),
         Some(Command::Load(args)) => load::run(&args),
+        Some(Command::Profiles) => profiles::run(),
         Some(Command::Supervisor(args)) => return backend::supervisor(args),
         Some(Command::Worker { channel_fd: _ }) => return backend::worker(),
     };

@@ -5,7 +5,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use xenblk_tests::disk::GuestDisk;
-use xenblk_tests::frontend::{Config, Disk};
+use xenblk_tests::frontend::Disk;
 use xenblk_tests::nbd::{self, Export, ServeError};
 use xenblk_tests::world::DRAIN;
 
@@ -23,11 +23,7 @@ pub(crate) fn run(args: &Serve) -> Result<ExitCode> {
     {
         return Err(ServeError::Exists(path.clone()).into());
     }
-    let config = Config {
-        profile: args.profile.into(),
-        queues: args.queues,
-        ring_order: args.ring_order,
-    };
+    let config = args.guest.config(args.queues)?;
     let interrupt = Interrupt::install()?;
     let mut session = Session::start(config, args.images.len())?;
     let disks = args

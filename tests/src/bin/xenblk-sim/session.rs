@@ -12,8 +12,7 @@ use xenblk_tests::disk::{GuestDisk, IoError, Op};
 use xenblk_tests::frontend::{Config, Disk};
 use xenblk_tests::toolstack::DiskSpec;
 use xenblk_tests::world::{Attached, DRAIN, Guest, Options, World};
-use xenblkd::control::{Request, Response, ask};
-use xenblkd::stats::Snapshot;
+use xenblkd::control::{Request, Response, RingStatus, ask};
 use xenblkd::target::{OpenMode, TargetSpec, open};
 
 pub(crate) type Result<T> = std::result::Result<T, Box<dyn Error>>;
@@ -110,8 +109,8 @@ impl Session {
         Ok(disk)
     }
 
-    /// What the backend counted for each ring of the first disk, from its control socket.
-    pub(crate) fn backend_counters(&self) -> Result<Vec<Snapshot>> {
+    /// The rings of the first disk as the backend's control socket tells of them.
+    pub(crate) fn rings(&self) -> Result<Vec<RingStatus>> {
         let status = match ask(&self.world.control(), Request::Status {})? {
             Response::Status(status) => status,
             other => {
@@ -123,7 +122,13 @@ impl Session {
             .into_iter()
             .next()
             .ok_or("the backend names no disk")?;
-        Ok(disk.rings.into_iter().map(|ring| ring.counters).collect())
+        Ok(disk.rings)
+    }
+
+    /// Pages of the guest that the backend has mapped.
+    pub(crate) fn mapped(&self) -> usize {
+        let snapshot = self.world.xen().snapshot();
+        snapshot.mappings.values().sum()
     }
 
     pub(crate) fn domid(&self) -> u16 {
