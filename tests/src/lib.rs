@@ -8,6 +8,7 @@ pub mod latency;
 pub mod load;
 pub mod nbd;
 pub mod pattern;
+mod scratch;
 pub mod toolstack;
 pub mod verify;
 pub mod world;

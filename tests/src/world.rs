@@ -1,15 +1,12 @@
 //! A host without Xen: hypervisor, XenStore, toolstack and guests in this process, the backend in others.
 //! A blocking face for the simulator and for tests; what its parts do is in their modules.
 
-use std::fs::Permissions;
 use std::io;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use parking_lot::Mutex;
-use tempfile::TempDir;
 use tokio::runtime::{self, Runtime};
 use xenblk_grants::DomId;
 use xenblk_grants::fake::{FakeDomain, FakeXen};
@@ -19,6 +16,7 @@ use xenblk_xenstore::{Client, Error as StoreError, Events};
 
 use crate::backend::{Backend, Sockets};
 use crate::frontend::{Config, Disk, Frontend, NegotiationError};
+use crate::scratch::Scratch;
 use crate::toolstack::{self, DiskSpec, PATIENCE, ToolstackError, Vbd};
 
 /// Why something in the world did not work.
@@ -104,7 +102,7 @@ pub struct World {
     guests: u16,
     /// Disks whose requests must fail if the backend dies.
     disks: Arc<Mutex<Vec<Weak<Disk>>>>,
-    directory: TempDir,
+    directory: Scratch,
 }
 
 /// A guest without disks yet.
@@ -139,11 +137,7 @@ impl Attached {
 impl World {
     /// Starts everything, the backend too.
     pub fn start(options: Options) -> Result<Self, WorldError> {
-        let directory = tempfile::Builder::new()
-            .prefix("xenblk-")
-            .permissions(Permissions::from_mode(0o700))
-            .tempdir()
-            .map_err(doing("making a directory for the sockets"))?;
+        let directory = Scratch::new().map_err(doing("making a directory for the sockets"))?;
         let runtime = runtime::Builder::new_multi_thread()
             .worker_threads(1)
             .thread_name("guest-xenbus")

@@ -327,6 +327,10 @@ fn a_killed_simulator_takes_its_backend_with_it() {
                 .then_some(())
         });
     }
+    assert!(host.exists(), "it was killed");
+    let next = output(folder.path(), &["load", "null:", "--size", "1M"]);
+    assert!(next.status.success());
+    assert_nothing_left(folder.path());
 }
 
 #[test]
