@@ -58,6 +58,12 @@ counters! {
     bytes_discarded BytesDiscarded,
     /// Events received on the ring's port.
     events Events,
+    /// Those of them that brought no request.
+    empty_events EmptyEvents,
+    /// Times the port was unmasked, to receive the next event.
+    unmasks Unmasks,
+    /// Times it stayed masked for a while, because too many events in a row had brought no request.
+    delayed_unmasks DelayedUnmasks,
     /// Events sent to the guest.
     notifies Notifies,
     /// Times responses were published.

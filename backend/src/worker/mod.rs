@@ -7,11 +7,12 @@ mod binding;
 mod copies;
 pub(crate) mod engine;
 mod ring;
+mod timers;
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::channel::{Channel, Message, RecvError, SendError, WorkerEnd};
 use crate::message::{Command, Left, Report, RingId, VERSION};
@@ -19,6 +20,7 @@ use attach::Surroundings;
 use binding::Unbounds;
 use engine::{Engine, Event, Source};
 use ring::{Phase, RingService, Turn};
+use timers::Timers;
 
 /// How long reports wait for a supervisor that doesn't read before they are sent again.
 const REPORT_RETRY: Duration = Duration::from_millis(10);
@@ -39,6 +41,7 @@ fn run_with(channel: WorkerEnd, set_level: SetLevel) -> Result<(), String> {
         rings: Vec::new(),
         unbound: Unbounds::default(),
         ready: VecDeque::new(),
+        timers: Timers::default(),
         engine,
         channel,
         set_level,
@@ -104,6 +107,7 @@ struct Worker {
     unbound: Unbounds,
     /// Rings that have something to do, in the order they came to.
     ready: VecDeque<usize>,
+    timers: Timers,
     engine: Engine,
     channel: WorkerEnd,
     set_level: SetLevel,
@@ -123,11 +127,15 @@ impl Worker {
                 self.dispatch(event)?;
             }
             self.bind_due();
+            let now = Instant::now();
+            while let Some(at) = self.timers.expired(now) {
+                self.mark(at);
+            }
             for _ in 0..self.ready.len() {
                 let Some(at) = self.ready.pop_front() else {
                     break;
                 };
-                self.turn(at);
+                self.turn(at, now);
             }
             self.send_reports();
             let idle = self.rings.iter().all(Option::is_none) && self.unbound.is_empty();
@@ -135,7 +143,12 @@ impl Worker {
                 return Ok(());
             }
             let report = (!self.reports.is_empty()).then_some(REPORT_RETRY);
-            let limit = [report, self.unbound.due()].into_iter().flatten().min();
+            let timer = self
+                .timers
+                .next()
+                .map(|next| next.saturating_duration_since(now));
+            let limits = [report, self.unbound.due(), timer];
+            let limit = limits.into_iter().flatten().min();
             self.engine
                 .enter(self.ready.is_empty(), limit)
                 .map_err(|error| format!("io_uring_enter: {error}"))?;
@@ -178,12 +191,13 @@ impl Worker {
         }
     }
 
-    fn turn(&mut self, at: usize) {
+    fn turn(&mut self, at: usize, now: Instant) {
         let Some(Some(place)) = self.rings.get_mut(at) else {
             return;
         };
         place.ready = false;
-        let turn = place.ring.turn(&mut self.engine);
+        let turn = place.ring.turn(&mut self.engine, now);
+        self.timers.set(at, place.ring.next_deadline());
         let (ring, news) = (place.ring.own.id, std::mem::take(&mut place.ring.news));
         if let Some(reason) = news.failed {
             self.reports.push_back(Report::Failed { ring, reason });
@@ -215,6 +229,7 @@ impl Worker {
         }
         let Some(place) = slot.take() else { return };
         self.ready.retain(|ready| *ready != at);
+        self.timers.set(at, None);
         let (ring, span) = (place.ring.own.id, place.ring.own.span.clone());
         let left = place.ring.close(&mut self.engine);
         span.in_scope(|| self.detached(ring, left));

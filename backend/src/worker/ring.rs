@@ -13,10 +13,12 @@
 )]
 
 mod intake;
+mod storm;
 
 use std::cell::Cell;
 use std::collections::VecDeque;
 use std::rc::Rc;
+use std::time::Instant;
 
 use rustix::io::Errno;
 use xenblk_grants::{Direction, DomId, EventChannels, GrantTable, Mapping, Port, SharedPages};
@@ -31,6 +33,7 @@ use crate::stats::{Counter, Writer};
 use crate::target::serve::Target;
 pub(super) use intake::FETCH_LEN;
 use intake::{Stage, TURN, Waiting};
+use storm::Storm;
 
 /// How far a ring is from its end.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -86,6 +89,9 @@ pub(super) struct RingService {
     pub(super) news: News,
     /// An event will wake us: the port is unmasked and being read. Exactly then.
     pub(super) armed: bool,
+    /// An event came since the last turn.
+    event: bool,
+    storm: Storm,
     /// Where the kernel puts the number of the port that had an event; there is only one.
     port_word: Rc<Cell<u32>>,
     /// The target's descriptor is being watched.
@@ -122,6 +128,8 @@ impl RingService {
             phase: Phase::Serving,
             news: News::default(),
             armed: false,
+            event: false,
+            storm: Storm::default(),
             port_word: Rc::new(Cell::new(0)),
             watching: false,
             target_gone: false,
@@ -137,9 +145,10 @@ impl RingService {
 
     /// One round of everything: what the target read goes to the guest, what the guest asked is
     /// taken in and started, what has ended is published.
-    pub(super) fn turn(&mut self, engine: &mut Engine) -> Turn {
+    pub(super) fn turn(&mut self, engine: &mut Engine, now: Instant) -> Turn {
         self.deliver(engine);
         let taken = self.consume();
+        self.judge_event(taken, now);
         if self.unplanned > 0 {
             self.fetch(engine);
         }
@@ -151,10 +160,15 @@ impl RingService {
             return Turn::More;
         }
         if self.phase == Phase::Serving {
-            self.rest(engine)
+            self.rest(engine, now)
         } else {
             Turn::Rest
         }
+    }
+
+    /// When the ring wants a turn though nothing happens. `None` is the rule, and an idle ring's.
+    pub(super) fn next_deadline(&self) -> Option<Instant> {
+        self.storm.until()
     }
 
     /// Nothing taken in is unanswered.
@@ -430,8 +444,20 @@ impl RingService {
         ended
     }
 
+    /// Events are there for requests: a guest that sends many for nothing is heard less often.
+    fn judge_event(&mut self, taken: usize, now: Instant) {
+        let event = std::mem::take(&mut self.event);
+        if taken > 0 {
+            self.storm.over();
+        } else if event {
+            self.count(Counter::EmptyEvents, 1);
+            let delayed = self.storm.empty_event(now);
+            self.count(Counter::DelayedUnmasks, usize::from(delayed));
+        }
+    }
+
     /// Makes sure that the next request brings an event, or says that it is here already.
-    fn rest(&mut self, engine: &mut Engine) -> Turn {
+    fn rest(&mut self, engine: &mut Engine, now: Instant) -> Turn {
         match self.own.back.final_check() {
             Ok(true) => return Turn::More,
             Ok(false) => {}
@@ -440,7 +466,8 @@ impl RingService {
                 return Turn::Rest;
             }
         }
-        if !self.armed {
+        if !self.armed && !self.storm.delayed(now) {
+            self.count(Counter::Unmasks, 1);
             if let Err(error) = self.own.events.unmask(self.own.port) {
                 self.fail(format!("can't unmask the event channel: {error}"));
                 return Turn::Rest;
@@ -468,7 +495,10 @@ impl RingService {
             Source::Port(_) => {
                 self.armed = false;
                 match result {
-                    Ok(()) => self.count(Counter::Events, 1),
+                    Ok(()) => {
+                        self.event = true;
+                        self.count(Counter::Events, 1);
+                    }
                     Err(Errno::CANCELED) => {}
                     Err(error) => self.fail(format!("can't receive events: {error}")),
                 }

@@ -5,4 +5,5 @@ mod beginning;
 mod ending;
 mod hostile;
 mod service;
+mod sharing;
 mod world;

@@ -84,7 +84,7 @@ fn on_one_line(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-const HEADINGS: [&str; 12] = [
+const HEADINGS: [&str; 13] = [
     "queue",
     "worker",
     "pid",
@@ -97,6 +97,7 @@ const HEADINGS: [&str; 12] = [
     "discards",
     "errors",
     "requests/notify",
+    "late unmasks",
 ];
 
 fn rings(text: &mut String, rings: &[RingStatus]) {
@@ -142,6 +143,7 @@ fn row(ring: &RingStatus) -> [String; HEADINGS.len()] {
         counters.discards.to_string(),
         counters.errors.to_string(),
         ratio,
+        counters.delayed_unmasks.to_string(),
     ]
 }
 
@@ -180,6 +182,7 @@ mod tests {
             responses: 1023,
             notifies: 100,
             in_flight: 2,
+            delayed_unmasks: 5,
             ..Snapshot::default()
         };
         let first = RingStatus {
@@ -220,9 +223,9 @@ mod tests {
         };
         let expected = "\
 domain 3 vbd 51712: Connected, 10.0 GiB, read-write, raw:/dev/vg/guest
-    queue  worker   pid  in flight  reads     read  writes  written  flushes  discards  errors  requests/notify
-        0       1  4321          2   1000  3.9 MiB      20    512 B        3         0       0             10.2
-        1       0     -          0      0      0 B       0      0 B        0         0       0                -
+    queue  worker   pid  in flight  reads     read  writes  written  flushes  discards  errors  requests/notify  late unmasks
+        0       1  4321          2   1000  3.9 MiB      20    512 B        3         0       0             10.2             5
+        1       0     -          0      0      0 B       0      0 B        0         0       0                -             0
 domain 4 vbd 51712: InitWait, size unknown, read-only, /no\\nsuch
     error: /no\\nsuch: can't find it
 ";
