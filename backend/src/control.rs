@@ -64,6 +64,9 @@ pub struct DiskStatus {
     pub readonly: bool,
     /// What is wrong with the device, as in its `error` node.
     pub error: Option<String>,
+    /// For how many seconds it has been waiting for the storage to end the requests of a frontend that has
+    /// let go, or of an earlier daemon; absent while it isn't. Until then the disk isn't closed.
+    pub waiting_seconds: Option<u64>,
     /// The rings being served; empty unless connected.
     pub rings: Vec<RingStatus>,
 }

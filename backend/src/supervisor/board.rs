@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
+use std::time::Instant;
 
 use parking_lot::Mutex;
 use xenblk_xenstore::vbd::BackendPath;
@@ -16,10 +17,26 @@ pub(super) type Counters = Arc<Reader>;
 /// A disk as its task last posted it.
 #[derive(Debug)]
 pub(super) struct Posted {
-    /// The disk, without rings.
+    /// The disk, without rings and without what passes with time.
     pub(super) disk: DiskStatus,
     /// Its rings, their counters still unread.
     pub(super) rings: Vec<(RingStatus, Counters)>,
+    /// Since when it waits for the storage, if it does.
+    pub(super) waiting: Option<Instant>,
+}
+
+impl Posted {
+    fn status(&self) -> DiskStatus {
+        let read = |(ring, counters): &(RingStatus, Counters)| RingStatus {
+            counters: counters.snapshot(),
+            ..ring.clone()
+        };
+        DiskStatus {
+            rings: self.rings.iter().map(read).collect(),
+            waiting_seconds: self.waiting.map(|since| since.elapsed().as_secs()),
+            ..self.disk.clone()
+        }
+    }
 }
 
 /// All disks.
@@ -49,17 +66,8 @@ impl Board {
 
     /// Every disk with its rings' counters as they are now.
     pub(super) fn status(&self) -> Status {
-        let read = |(ring, counters): &(RingStatus, Counters)| RingStatus {
-            counters: counters.snapshot(),
-            ..ring.clone()
-        };
-        let disks = self.0.lock();
-        let disks = disks.values().map(|posted| DiskStatus {
-            rings: posted.rings.iter().map(read).collect(),
-            ..posted.disk.clone()
-        });
         Status {
-            disks: disks.collect(),
+            disks: self.0.lock().values().map(Posted::status).collect(),
         }
     }
 }

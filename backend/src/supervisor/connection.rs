@@ -6,9 +6,10 @@ use std::hash::{DefaultHasher, Hash, Hasher};
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+use tokio::task::JoinSet;
 use tracing::{debug, info, warn};
 use xenblk_grants::SharedPages;
 use xenblk_xenstore::vbd::{BackendPath, FrontendRings, QueueKeys};
@@ -46,7 +47,25 @@ pub(super) struct Connection {
     announced: bool,
     /// Set once a flush has failed: the disk refuses writes, one line says why.
     degraded: Option<String>,
+    closing: Option<Closing>,
     events: UnboundedReceiver<(RingId, RingEvent)>,
+}
+
+#[derive(Debug)]
+struct Closing {
+    since: Instant,
+    fence: Fence,
+}
+
+/// The I/O of workers that died with rings of the connection.
+#[derive(Debug)]
+enum Fence {
+    /// Not looked at: not every ring is gone.
+    Unknown,
+    /// Ends when there is none any more.
+    Awaited(JoinSet<()>),
+    /// There is none.
+    Free,
 }
 
 #[derive(Debug)]
@@ -138,6 +157,7 @@ impl Connection {
             rings,
             announced: false,
             degraded: None,
+            closing: None,
             events,
         })
     }
@@ -194,13 +214,28 @@ impl Connection {
         .collect()
     }
 
-    /// The next thing that happens to a ring. Cancellation-safe.
+    /// The next thing that happens to a ring, or the end of its closing. Cancellation-safe.
     pub(super) async fn changed(&mut self) -> Change {
-        match self.events.recv().await {
-            Some((ring, event)) => self.apply(ring, event),
-            // Every sender is gone: no ring is left, and `close` has nothing to wait for.
-            None => std::future::pending().await,
+        if let Some(closing) = &mut self.closing
+            && let Fence::Awaited(polling) = &mut closing.fence
+        {
+            polling.join_next().await;
+            closing.fence = Fence::Free;
+            return Change::Progress;
         }
+        let change = match self.events.recv().await {
+            Some((ring, event)) => self.apply(ring, event),
+            // Every sender is gone, and with them the workers.
+            None if self.closing.is_some() && !self.is_closed() => {
+                for ring in &mut self.rings {
+                    ring.state = RingState::Gone { lost: true };
+                }
+                Change::Progress
+            }
+            None => std::future::pending().await,
+        };
+        self.look_at_fences();
+        change
     }
 
     fn apply(&mut self, id: RingId, event: RingEvent) -> Change {
@@ -220,7 +255,7 @@ impl Connection {
             RingEvent::Report(Report::Detached { left, .. }) => {
                 ring.state = RingState::Left;
                 let worker = ring.slot;
-                return Change::Failed(format!(
+                return Change::Notice(format!(
                     "queue {queue}: worker {worker} ended it with {left}; the disk is closed once that worker is gone"
                 ));
             }
@@ -259,32 +294,66 @@ impl Connection {
         }
     }
 
-    /// Detaches every ring and returns once no worker has anything of them left, nor the storage any
-    /// request of a worker that died.
-    pub(super) async fn close(mut self) {
+    /// Begins to detach every ring; [`changed`](Self::changed) brings it to its end, however long the
+    /// storage takes.
+    pub(super) fn close(&mut self) {
+        if self.closing.is_some() {
+            return;
+        }
+        self.closing = Some(Closing {
+            since: Instant::now(),
+            fence: Fence::Unknown,
+        });
         for ring in &self.rings {
             if !matches!(ring.state, RingState::Gone { .. }) {
                 self.workers.detach(ring.slot, ring.id);
             }
         }
-        while self
-            .rings
-            .iter()
-            .any(|ring| !matches!(ring.state, RingState::Gone { .. }))
-        {
-            let Some((ring, event)) = self.events.recv().await else {
-                break;
-            };
-            if let Change::Failed(reason) = self.apply(ring, event) {
-                debug!(reason, "while detaching");
-            }
+        self.look_at_fences();
+    }
+
+    /// Since when it is being closed, if it is.
+    pub(super) fn closing_since(&self) -> Option<Instant> {
+        self.closing.as_ref().map(|closing| closing.since)
+    }
+
+    /// No worker has anything of the rings left, nor the storage any request of a worker that died.
+    pub(super) fn is_closed(&self) -> bool {
+        let free = |closing: &Closing| matches!(closing.fence, Fence::Free);
+        self.closing.as_ref().is_some_and(free)
+    }
+
+    /// Requests taken in and not answered.
+    pub(super) fn in_flight(&self) -> u64 {
+        let live = |ring: &&Ring| !matches!(ring.state, RingState::Gone { .. });
+        let in_flight = |ring: &Ring| ring.counters.snapshot().in_flight;
+        self.rings.iter().filter(live).map(in_flight).sum()
+    }
+
+    /// With every ring gone, what is left to wait for is the I/O of workers that died.
+    fn look_at_fences(&mut self) {
+        let Some(closing) = &mut self.closing else {
+            return;
+        };
+        let gone = |ring: &Ring| matches!(ring.state, RingState::Gone { .. });
+        if !matches!(closing.fence, Fence::Unknown) || !self.rings.iter().all(gone) {
+            return;
         }
-        let lost = self
+        let lost = |ring: &&Ring| ring.state == RingState::Gone { lost: true };
+        let slots: BTreeSet<u32> = self
             .rings
             .iter()
-            .filter(|ring| ring.state == RingState::Gone { lost: true });
-        let slots: BTreeSet<u32> = lost.map(|ring| ring.slot).collect();
-        await_fences(&self.target, slots).await;
+            .filter(lost)
+            .map(|ring| ring.slot)
+            .collect();
+        closing.fence = if slots.is_empty() {
+            Fence::Free
+        } else {
+            let mut polling = JoinSet::new();
+            let target = Arc::clone(&self.target);
+            polling.spawn(async move { await_fences(&target, slots).await });
+            Fence::Awaited(polling)
+        };
     }
 }
 
@@ -318,6 +387,7 @@ fn held_fence(target: &OpenedTarget, slots: &BTreeSet<u32>) -> std::io::Result<O
     }
     Ok(None)
 }
+
 /// Queue i of a disk goes to worker (hash(disk) + i) mod W: a disk's queues spread, and so do disks.
 fn slot_of(path: BackendPath, queue: u32, workers: u32) -> u32 {
     let mut hasher = DefaultHasher::new();

@@ -2,6 +2,8 @@
 //! again until there is nothing to do. It owns the device's target and its connection; everything
 //! that goes wrong here ends in this device's `error` and `hotplug-error` nodes and nowhere else.
 
+mod closing;
+
 use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -23,6 +25,7 @@ use super::view::{Look, Session, View, Wake};
 use super::workers::Workers;
 use super::{Limits, MAX_WORKERS};
 use crate::control::DiskStatus;
+use closing::Closing;
 
 /// A target that opens within this time is open before InitWait is shown, so that a toolstack sees a
 /// bad one at once. libxl waits ten seconds for InitWait; a slow target must not use them up.
@@ -69,11 +72,15 @@ pub(super) struct Device {
     theirs: Option<State>,
     disk: Disk,
     connection: Option<Connection>,
+    /// What the connection is being closed for.
+    closing: Option<Closing>,
     trouble: Option<Trouble>,
     /// For the `error` node, of a device that goes on all the same.
     notice: Option<String>,
     /// Whether workers of an earlier supervisor may still have I/O under way; unknown before the first look.
     predecessor: Option<bool>,
+    /// Since when they are being waited for.
+    predecessor_since: Option<Instant>,
     /// Until when InitWait is held back.
     held: Option<Instant>,
     /// Lines about trouble, and lines about the ordinary course: neither uses up the other's.
@@ -105,9 +112,11 @@ impl Device {
             theirs: None,
             disk: Disk::new(),
             connection: None,
+            closing: None,
             trouble: None,
             notice: None,
             predecessor: None,
+            predecessor_since: None,
             held: None,
             troubles: GuestLog::new(),
             progress: GuestLog::new(),
@@ -139,7 +148,7 @@ impl Device {
                 }
             }
         }
-        self.disconnect().await;
+        self.finish(gone).await;
         self.disk.release();
         self.common.board.remove(self.path);
         let session = self.common.session.borrow().clone();
@@ -157,7 +166,10 @@ impl Device {
     /// Waits for anything that could change the next turn.
     async fn wait(&mut self, retry: bool) {
         let retry_at = retry.then(|| Instant::now() + RETRY);
-        let timer = [retry_at, self.held].into_iter().flatten().min();
+        let timer = [retry_at, self.held, self.late_at()]
+            .into_iter()
+            .flatten()
+            .min();
         let connection = self.connection.as_mut();
         let ring = async {
             match connection {
@@ -176,6 +188,8 @@ impl Device {
         };
         match change {
             Change::Progress => {}
+            // What goes wrong while it ends is over when it has ended.
+            Change::Failed(reason) if self.closing.is_some() => debug!("{reason}"),
             Change::Failed(reason) => self.trouble(reason),
             Change::Notice(reason) => {
                 self.complain(&reason);
@@ -213,6 +227,11 @@ impl Device {
             debug!(theirs = ?look.theirs, ours = ?look.ours.state, "frontend");
         }
         self.theirs = look.theirs;
+        if let Some(closing) = self.closing {
+            let turn = self.go_on_closing(client, closing).await;
+            self.post(&format!("{:?}", look.ours.state));
+            return turn;
+        }
         let turn = match &look.keys {
             Ok(keys) => {
                 self.keys = Some(keys.clone());
@@ -223,7 +242,7 @@ impl Device {
                 self.post_error(client).await.map(|()| Turn::Wait)
             }
         };
-        self.post(look.ours);
+        self.post(&format!("{:?}", look.ours.state));
         turn
     }
 
@@ -272,22 +291,19 @@ impl Device {
         if self.predecessor == Some(true)
             && !matches!(action, Action::Wait | Action::Close | Action::Remove)
         {
+            self.predecessor_since.get_or_insert_with(Instant::now);
+            self.post(&format!("{:?}", look.ours.state));
             self.await_predecessor().await;
+            self.predecessor_since = None;
             return Ok(Turn::Again);
         }
         match action {
             Action::Wait => Ok(Turn::Wait),
             Action::PublishInitWait if self.hold(look) => Ok(Turn::Wait),
-            Action::PublishInitWait => self.publish(client, look, State::InitWait).await,
+            Action::PublishInitWait => self.publish(client, look.ours, State::InitWait).await,
             Action::Connect => self.connect(client, keys).await,
-            Action::Close => self.publish(client, look, State::Closing).await,
-            Action::Disconnect { then } => {
-                self.disconnect().await;
-                if then == State::Closed && !online {
-                    self.disk.release();
-                }
-                self.publish(client, look, then).await
-            }
+            Action::Close => self.publish(client, look.ours, State::Closing).await,
+            Action::Disconnect { then } => self.close(client, look.ours, then).await,
             Action::Remove => Ok(Turn::Gone),
         }
     }
@@ -423,27 +439,23 @@ impl Device {
         Ok(Turn::Again)
     }
 
-    async fn publish(&mut self, client: &Client, look: &Look, state: State) -> Result<Turn, Error> {
+    async fn publish(
+        &mut self,
+        client: &Client,
+        believed: Believed,
+        state: State,
+    ) -> Result<Turn, Error> {
         let offer = *self.common.limits.borrow();
         let keys = match state {
             State::InitWait => vbd::transport_keys(&offer.negotiable()),
             _ => Vec::new(),
         };
-        let outcome = vbd::publish(client, &self.path, look.ours, &keys, state).await?;
+        let outcome = vbd::publish(client, &self.path, believed, &keys, state).await?;
         if state == State::InitWait && outcome == vbd::Outcome::Written {
             self.limits = offer;
         }
         debug!(?state, ?outcome, "published");
         Ok(Turn::Again)
-    }
-
-    async fn disconnect(&mut self) {
-        if let Some(connection) = self.connection.take() {
-            connection.close().await;
-            if let Some(suppressed) = self.progress.admit() {
-                info!(suppressed, "disconnected");
-            }
-        }
     }
 
     async fn post_error(&mut self, client: &Client) -> Result<(), Error> {
@@ -469,8 +481,8 @@ impl Device {
         Ok(())
     }
 
-    /// Shows the disk to the control socket.
-    fn post(&self, ours: Believed) {
+    /// Shows the disk to the control socket, in `state`.
+    fn post(&self, state: &str) {
         let keys = self.keys.as_ref();
         let trouble = self.trouble.as_ref().map(|trouble| trouble.reason.as_str());
         let error = trouble.or(self.connection.as_ref().and_then(Connection::degraded));
@@ -480,10 +492,11 @@ impl Device {
             params: keys
                 .and_then(|keys| keys.params.clone())
                 .unwrap_or_default(),
-            state: format!("{:?}", ours.state),
+            state: state.to_owned(),
             size: self.disk.target().map(|target| target.geometry().size),
             readonly: keys.is_some_and(|keys| keys.readonly),
             error: error.map(str::to_owned),
+            waiting_seconds: None,
             rings: Vec::new(),
         };
         let rings = self
@@ -491,7 +504,15 @@ impl Device {
             .as_ref()
             .map(Connection::status)
             .unwrap_or_default();
-        self.common.board.post(self.path, Posted { disk, rings });
+        let waiting = self.connection.as_ref().and_then(Connection::closing_since);
+        self.common.board.post(
+            self.path,
+            Posted {
+                disk,
+                rings,
+                waiting: waiting.or(self.predecessor_since),
+            },
+        );
     }
 }
 

@@ -8,5 +8,6 @@ mod hotplug;
 mod lifecycle;
 mod restart;
 mod script;
+mod teardown;
 mod workers;
 mod world;

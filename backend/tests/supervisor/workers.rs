@@ -36,7 +36,7 @@ async fn rings(world: &World, domid: u16) -> Vec<RingStatus> {
     world.status(domid, XVDA).await.unwrap().rings
 }
 
-fn kill(pid: u32) {
+pub(crate) fn kill(pid: u32) {
     let pid = rustix::process::Pid::from_raw(pid.try_into().unwrap()).unwrap();
     rustix::process::kill_process(pid, rustix::process::Signal::KILL).unwrap();
 }

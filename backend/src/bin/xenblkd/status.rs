@@ -67,6 +67,9 @@ fn describe(text: &mut String, disk: &DiskStatus) {
     if let Some(error) = &disk.error {
         let _ = writeln!(text, "    error: {}", on_one_line(error));
     }
+    if let Some(seconds) = disk.waiting_seconds {
+        let _ = writeln!(text, "    waiting for I/O for {seconds} s");
+    }
     if !disk.rings.is_empty() {
         rings(text, &disk.rings);
     }
@@ -205,6 +208,7 @@ mod tests {
             size: Some(10 << 30),
             readonly: false,
             error: None,
+            waiting_seconds: None,
             rings: vec![first, idle],
         }
     }
@@ -218,6 +222,7 @@ mod tests {
             size: None,
             readonly: true,
             error: Some("/no\nsuch: can't find it".to_owned()),
+            waiting_seconds: Some(75),
             rings: vec![],
             ..disk()
         };
@@ -228,6 +233,7 @@ domain 3 vbd 51712: Connected, 10.0 GiB, read-write, raw:/dev/vg/guest
         1       0     -          0      0      0 B       0      0 B        0         0       0                -             0
 domain 4 vbd 51712: InitWait, size unknown, read-only, /no\\nsuch
     error: /no\\nsuch: can't find it
+    waiting for I/O for 75 s
 ";
         assert_eq!(
             table(&Status {
