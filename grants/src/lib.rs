@@ -1,7 +1,8 @@
 //! Event channels live here beside the grants because the two always travel together: the same
 //! `/dev/xen` devices, the same opener, the same mock. This crate holds every Xen device call of
 //! the backend behind two small traits ([`GrantTable`], [`EventChannels`]), the memory those calls
-//! act on ([`Slab`], [`Mapping`], [`SharedPages`]), and, with feature `fake`, a hypervisor that
+//! act on ([`Slab`], [`Window`], [`Mapping`], [`SharedPages`]), the grants a ring keeps mapped
+//! ([`persistent`]), and, with feature `fake`, a hypervisor that
 //! needs no Xen (`fake::FakeXen`).
 //!
 //! It leaves to others: what a request means (the ring crate), who opens a device and hands it on
@@ -24,10 +25,12 @@ mod events;
 pub mod fake;
 mod mapping;
 mod memory;
+pub mod persistent;
 mod shared;
 mod slab;
 pub mod sys;
 mod table;
+mod window;
 
 use std::fmt;
 
@@ -36,6 +39,7 @@ pub use mapping::{Mapping, OutOfRange};
 pub use shared::SharedPages;
 pub use slab::{Run, Slab};
 pub use table::{Access, CopyOp, CopyStatus, Direction, GrantTable, MapError};
+pub use window::{Chunk, MAX_CHUNK, StillThere, Window};
 
 /// Size of a granted page in bytes. Always 4096, whatever the host's page size.
 pub const XEN_PAGE_SIZE: usize = 4096;

@@ -73,18 +73,8 @@ impl Region {
         let base = unsafe { rustix::mm::mmap_anonymous(ptr::null_mut(), len, prot, flags) }?;
         // From here on an early return unmaps the whole window.
         let region = Self::owning(base, len, access)?;
-        for (&frame, page) in frames.iter().zip(0usize..) {
-            let at = region
-                .base
-                .as_ptr()
-                .wrapping_add(page.saturating_mul(XEN_PAGE_SIZE));
-            let offset = u64::from(frame).saturating_mul(XEN_PAGE_SIZE as u64);
-            let flags = MapFlags::SHARED | MapFlags::FIXED;
-            let prot = protection(access);
-            // SAFETY: `at` is a page of the window reserved above, which `region` owns and nobody
-            // else has seen yet.
-            unsafe { rustix::mm::mmap(at.cast(), XEN_PAGE_SIZE, prot, flags, file, offset) }?;
-        }
+        // SAFETY: the range reserved above, which `region` owns and nobody else has seen yet.
+        unsafe { gather(file, frames, access, region.base.as_ptr()) }?;
         Ok(region)
     }
 
@@ -195,12 +185,35 @@ fn protection(access: Access) -> ProtFlags {
     }
 }
 
+/// Puts pages of `file`, by number, side by side at `at`, replacing what is there.
+///
+/// # Safety
+/// As many pages from `at` on are page-aligned address space that the caller owns and that nothing
+/// refers to.
+#[cfg(feature = "fake")]
+pub(crate) unsafe fn gather(
+    file: BorrowedFd<'_>,
+    frames: &[u32],
+    access: Access,
+    at: *mut u8,
+) -> io::Result<()> {
+    for (&frame, page) in frames.iter().zip(0usize..) {
+        let at = at.wrapping_add(page.saturating_mul(XEN_PAGE_SIZE));
+        let offset = u64::from(frame).saturating_mul(XEN_PAGE_SIZE as u64);
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        let prot = protection(access);
+        // SAFETY: the caller owns the page at `at`, and nothing refers to it.
+        unsafe { rustix::mm::mmap(at.cast(), XEN_PAGE_SIZE, prot, flags, file, offset) }?;
+    }
+    Ok(())
+}
+
 /// Copies from memory that others may be writing: relaxed loads of whole words, because a plain read
 /// would be a data race. Words may be torn against each other, as in any copy of a live page.
 ///
 /// # Safety
 /// `shared` is valid for reads of `private.len()` bytes.
-unsafe fn load_racing(mut shared: *const u8, private: &mut [u8]) {
+pub(crate) unsafe fn load_racing(mut shared: *const u8, private: &mut [u8]) {
     let (head, rest) = private.split_at_mut(shared.align_offset(WORD).min(private.len()));
     for byte in head {
         // SAFETY: the caller vouches for this byte of `shared`.
@@ -226,7 +239,7 @@ unsafe fn load_racing(mut shared: *const u8, private: &mut [u8]) {
 ///
 /// # Safety
 /// `shared` is valid for writes of `private.len()` bytes.
-unsafe fn store_racing(mut shared: *mut u8, private: &[u8]) {
+pub(crate) unsafe fn store_racing(mut shared: *mut u8, private: &[u8]) {
     let (head, rest) = private.split_at(shared.align_offset(WORD).min(private.len()));
     for &byte in head {
         // SAFETY: the caller vouches for this byte of `shared`.

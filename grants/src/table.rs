@@ -2,7 +2,7 @@
 
 use std::{fmt, io};
 
-use crate::{DomId, GrantRef, Mapping, Slab};
+use crate::{Chunk, DomId, GrantRef, Mapping, Slab, StillThere, Window};
 
 /// One grant device, owned by one ring and used by one thread at a time.
 pub trait GrantTable {
@@ -10,12 +10,27 @@ pub trait GrantTable {
     /// nothing mapped.
     fn map(&self, dom: DomId, refs: &[GrantRef], access: Access) -> Result<Mapping, MapError>;
 
+    /// Maps the pages behind `refs` (1 to [`MAX_CHUNK`](crate::MAX_CHUNK)), in order and contiguous,
+    /// writable, at free pages of `window`: one ioctl and one mmap. One bad grant fails the call,
+    /// leaves nothing mapped and loses no page of the window.
+    fn map_chunk(
+        &self,
+        window: &mut Window,
+        dom: DomId,
+        refs: &[GrantRef],
+    ) -> Result<Chunk, MapError>;
+
+    /// Gives a chunk back, whole: one mmap, one ioctl. Nobody can reach its pages any more, since it
+    /// takes the chunk. It fails only for want of memory, or for a chunk of another window.
+    fn unmap_chunk(&self, window: &mut Window, chunk: Chunk) -> Result<(), StillThere>;
+
     /// Runs all of `ops` between granted pages of `dom` and `slab`. `Ok` means that every `status` is
     /// valid, not that every copy succeeded. After an error no status is valid: EINVAL, a segment
     /// leaves its page or the slab, and nothing was copied.
     fn copy(&self, dom: DomId, slab: &mut Slab, ops: &mut [CopyOp]) -> io::Result<()>;
 
-    /// Pages mapped through this device and not given back: 0 once every [`Mapping`] is dropped.
+    /// Pages mapped through this device and not given back: 0 once every [`Mapping`] is dropped
+    /// and every [`Chunk`] unmapped.
     fn mapped(&self) -> usize;
 }
 
@@ -113,7 +128,22 @@ pub enum MapError {
         /// The device's limit.
         max: usize,
     },
+    /// No run of free pages in the window is long enough, or the process has as many chunks as the
+    /// kernel allows it mappings.
+    #[error("no room in the window")]
+    NoRoom,
     /// The device or the address space failed.
     #[error("mapping grants failed")]
     Io(#[from] io::Error),
+}
+
+impl MapError {
+    /// What a failed mmap of a grant device means.
+    pub(crate) fn of(error: io::Error) -> Self {
+        if error.kind() == io::ErrorKind::InvalidInput {
+            Self::Refused
+        } else {
+            Self::Io(error)
+        }
+    }
 }

@@ -146,6 +146,7 @@ fn the_snapshot_shows_mappings_and_both_ends_of_every_port() {
     let other = guest(unbound, PortState::Unbound { remote: DomId(3) });
     let expected = Snapshot {
         mappings: [(GUEST, 2)].into(),
+        maps: 1,
         ports: vec![
             backend(PortState::Interdomain {
                 remote: GUEST,

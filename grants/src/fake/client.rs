@@ -13,6 +13,9 @@ use super::grants::{Grant, HYPERVISOR};
 use super::wire;
 use crate::{Access, DomId, Port, SharedPages};
 
+/// Entries of one grant device's list.
+const MAX_MAPS: usize = 16_384;
+
 /// A socket, by what its other end may ask for.
 #[derive(Debug)]
 pub(super) enum Client {
@@ -30,8 +33,19 @@ pub(super) struct Gntdev {
     pub(super) id: u32,
     pub(super) record: SharedPages,
     pub(super) record_fd: OwnedFd,
-    pub(super) last_handle: u32,
-    pub(super) maps: BTreeMap<u32, GrantMap>,
+    pub(super) last_index: u32,
+    pub(super) maps: BTreeMap<u32, MapEntry>,
+}
+
+/// An entry of a grant device's list: made by MAP_GRANT_REF, gone only by UNMAP_GRANT_REF or with the
+/// device.
+#[derive(Debug)]
+pub(super) struct MapEntry {
+    pub(super) domid: DomId,
+    pub(super) refs: Vec<u32>,
+    /// An mmap was tried, which is possible once.
+    pub(super) used: bool,
+    pub(super) pins: Option<GrantMap>,
 }
 
 #[derive(Debug)]
@@ -42,7 +56,7 @@ pub(super) struct Evtchn {
     pub(super) ports: BTreeMap<Port, Arc<Channel>>,
 }
 
-/// The maptrack entries of one map call.
+/// The maptrack entries of one map.
 #[derive(Debug)]
 pub(super) struct GrantMap {
     pub(super) domain: Arc<Domain>,
@@ -57,6 +71,49 @@ impl Client {
             Self::Gntdev(device) => use_it(device.socket.as_fd()),
             Self::Evtchn(device) => use_it(device.queue.socket().as_fd()),
         }
+    }
+}
+
+impl Gntdev {
+    /// A new entry of the list, of grants nobody has looked at.
+    pub(super) fn note(&mut self, domid: DomId, refs: Vec<u32>) -> Result<u32, Errno> {
+        if self.maps.len() >= MAX_MAPS {
+            return Err(Errno::NOMEM);
+        }
+        let index = self.last_index.checked_add(1).ok_or(Errno::NOMEM)?;
+        self.last_index = index;
+        let (used, pins) = (false, None);
+        let entry = MapEntry {
+            domid,
+            refs,
+            used,
+            pins,
+        };
+        self.maps.insert(index, entry);
+        Ok(index)
+    }
+
+    /// What is noted under `index`, unless its one mmap has been tried.
+    pub(super) fn unused(&self, index: u32) -> Result<&MapEntry, Errno> {
+        let entry = self.maps.get(&index).filter(|entry| !entry.used);
+        entry.ok_or(Errno::INVAL)
+    }
+
+    /// Forgets a map of `count` grants and unpins them.
+    pub(super) fn unmap(&mut self, index: u32, count: u32) -> Result<(), Errno> {
+        let whole = |entry: &&mut MapEntry| u32::try_from(entry.refs.len()) == Ok(count);
+        let entry = self.maps.get_mut(&index).filter(whole);
+        let entry = entry.ok_or(Errno::NOENT)?;
+        entry.pins = entry.pins.take().and_then(GrantMap::release);
+        if entry.pins.is_some() {
+            return Err(Errno::AGAIN);
+        }
+        self.maps.remove(&index);
+        Ok(())
+    }
+
+    pub(super) fn pins(&self) -> impl Iterator<Item = &GrantMap> {
+        self.maps.values().filter_map(|entry| entry.pins.as_ref())
     }
 }
 

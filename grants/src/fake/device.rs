@@ -1,5 +1,10 @@
 //! What a device holder does with its descriptors: opening them, copying and mapping through them, and
 //! sending and taking events.
+#![expect(
+    unsafe_code,
+    reason = "mapping a guest's pages at an address of the caller's"
+)]
+// UNSAFETY: `place` is unsafe because the address is; its caller owns the range it names.
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
@@ -17,10 +22,11 @@ use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType};
 use super::faults::Faults;
 use super::grants::{Grant, GuestMemory};
 use super::wire::{self, Answer, MAX_REFS, Request};
-use crate::memory::Region;
+use crate::memory::{Region, gather};
+use crate::window::{MapDevice, add, subtract};
 use crate::{
-    Access, CopyOp, CopyStatus, Direction, DomId, EventChannels, GrantRef, GrantTable, MapError,
-    Mapping, Port, SharedPages, Slab, XEN_PAGE_SIZE,
+    Access, Chunk, CopyOp, CopyStatus, Direction, DomId, EventChannels, GrantRef, GrantTable,
+    MapError, Mapping, Port, SharedPages, Slab, StillThere, Window, XEN_PAGE_SIZE,
 };
 
 /// Bytes of a device's copy record.
@@ -130,42 +136,42 @@ impl GrantTable for FakeGrantTable {
                 max: MAX_REFS,
             });
         }
-        let pages = refs.len();
-        let refs = refs.iter().map(|gref| gref.0).collect();
-        let answer = match self.device.call(&Request::Map {
-            domid: dom.0,
-            access,
-            refs,
-        }) {
-            Err(error) if error.kind() == io::ErrorKind::InvalidInput => {
-                return Err(MapError::Refused);
-            }
-            result => result?,
-        };
-        let ([handle, frames @ ..], [memory]) = (&*answer.values, &*answer.fds) else {
-            return Err(io::Error::from(io::ErrorKind::InvalidData).into());
-        };
-        let handle = *handle;
-        let region = Region::gathered(memory.as_fd(), frames, access);
-        let device = self.device.clone();
-        let unmap = move || {
-            // Fails only if the hypervisor is gone, and the mapping with it.
-            let _ = device.call(&Request::Unmap { handle });
-            let mapped = device.mapped.get();
-            device.mapped.set(mapped.saturating_sub(pages));
-        };
-        self.device.mapped.set(self.mapped().saturating_add(pages));
+        let (index, count) = (self.device.note(dom, refs)?, refs.len());
+        let pinned = self.device.pin(index, access);
+        let region =
+            pinned.and_then(|(frames, memory)| Region::gathered(memory.as_fd(), &frames, access));
         match region {
-            Ok(region) => Ok(Mapping::new(region, unmap)),
+            Ok(region) => {
+                let device = self.device.clone();
+                add(&device.mapped, count);
+                Ok(Mapping::new(region, move || {
+                    if device.take_back(index, count).is_ok() {
+                        subtract(&device.mapped, count);
+                    }
+                }))
+            }
             Err(error) => {
-                unmap();
-                Err(error.into())
+                let _ = self.device.take_back(index, count);
+                Err(MapError::of(error))
             }
         }
     }
 
     fn mapped(&self) -> usize {
         self.device.mapped.get()
+    }
+
+    fn map_chunk(
+        &self,
+        window: &mut Window,
+        dom: DomId,
+        refs: &[GrantRef],
+    ) -> Result<Chunk, MapError> {
+        window.map(&*self.device, dom, refs)
+    }
+
+    fn unmap_chunk(&self, window: &mut Window, chunk: Chunk) -> Result<(), StillThere> {
+        window.unmap(&*self.device, chunk)
     }
 
     fn copy(&self, dom: DomId, slab: &mut Slab, ops: &mut [CopyOp]) -> io::Result<()> {
@@ -214,7 +220,54 @@ impl FakeGrantTable {
     }
 }
 
+impl MapDevice for Device {
+    fn note(&self, dom: DomId, refs: &[GrantRef]) -> io::Result<u64> {
+        let refs = refs.iter().map(|gref| gref.0).collect();
+        let request = Request::Note { domid: dom.0, refs };
+        match *self.call(&request)?.values {
+            [index] => Ok(index.into()),
+            _ => Err(io::ErrorKind::InvalidData.into()),
+        }
+    }
+
+    unsafe fn place(&self, index: u64, pages: usize, at: *mut u8) -> io::Result<()> {
+        let access = Access::ReadWrite;
+        let placed = self.pin(index, access).and_then(|(frames, memory)| {
+            if frames.len() != pages {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+            // SAFETY: the caller owns the range, and nothing refers to it.
+            unsafe { gather(memory.as_fd(), &frames, access, at) }
+        });
+        if placed.is_err() {
+            // The kernel takes away what was there before it asks the driver, which then refuses.
+            let len = pages.saturating_mul(XEN_PAGE_SIZE);
+            // SAFETY: as above.
+            unsafe { rustix::mm::munmap(at.cast(), len) }?;
+        }
+        placed
+    }
+
+    fn take_back(&self, index: u64, pages: usize) -> io::Result<()> {
+        let count = u32::try_from(pages).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let index = u32::try_from(index).map_err(|_| io::ErrorKind::InvalidInput)?;
+        self.call(&Request::Unmap { index, count }).map(drop)
+    }
+
+    fn mapped(&self) -> &Cell<usize> {
+        &self.mapped
+    }
+}
+
 impl Device {
+    /// Asks for the grants of a noted map: their frames, and the memory these are in.
+    fn pin(&self, index: u64, access: Access) -> io::Result<(Vec<u32>, OwnedFd)> {
+        let index = u32::try_from(index).map_err(|_| io::ErrorKind::InvalidInput)?;
+        let mut answer = self.call(&Request::Pin { index, access })?;
+        let memory = answer.fds.pop().ok_or(io::ErrorKind::InvalidData)?;
+        Ok((answer.values, memory))
+    }
+
     /// A call that is repeated while one of its grants is being copied.
     fn call(&self, request: &Request) -> io::Result<Answer> {
         let mut result = wire::call(self.socket.as_fd(), request);

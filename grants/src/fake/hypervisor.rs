@@ -29,7 +29,7 @@ use crate::{Access, DomId, Port, SharedPages};
 
 /// Sockets held at a time; a further connection is closed at once.
 const MAX_CLIENTS: usize = 16_384;
-/// Ports of one event-channel device, and maps of one grant device.
+/// Ports of one event-channel device.
 const MAX_PER_DEVICE: usize = 16_384;
 /// Datagrams taken from one client before the others get their turn.
 const DATAGRAMS_A_TURN: usize = 16;
@@ -286,37 +286,18 @@ impl Hypervisor {
                     fds: fds.into(),
                 })
             }
-            (
-                Client::Gntdev(_),
-                Request::Map {
-                    domid,
-                    access,
-                    refs,
-                },
-            ) => {
-                if self.faults.map_fails() {
-                    return Err(Errno::INVAL);
-                }
-                let mapped = state
-                    .mapped()
-                    .values()
-                    .map(|&pages| pages as u64)
-                    .sum::<u64>();
-                if self
-                    .faults
-                    .exceeds_maptrack(mapped.saturating_add(refs.len() as u64))
-                {
-                    return Err(Errno::INVAL);
-                }
-                state.map(id, DomId(domid), access, &refs)
+            (Client::Gntdev(device), Request::Note { domid, refs }) => {
+                let index = device.note(DomId(domid), refs)?;
+                Ok(Answer {
+                    values: vec![index],
+                    fds: Vec::new(),
+                })
             }
-            (Client::Gntdev(device), Request::Unmap { handle }) => {
-                let map = device.maps.remove(&handle).ok_or(Errno::NOENT)?;
-                if let Some(rest) = map.release() {
-                    device.maps.insert(handle, rest);
-                    return Err(Errno::AGAIN);
-                }
-                Ok(Answer::default())
+            (Client::Gntdev(_), Request::Pin { index, access }) => {
+                self.pin(state, id, index, access)
+            }
+            (Client::Gntdev(device), Request::Unmap { index, count }) => {
+                device.unmap(index, count).map(|()| Answer::default())
             }
             (Client::Evtchn(_), Request::Bind { domid, port }) => {
                 state.bind(id, DomId(domid), Port(port))
@@ -328,6 +309,34 @@ impl Hypervisor {
             }
             _ => Err(Errno::NOTTY),
         }
+    }
+
+    /// The mmap of a noted map: the hypervisor is asked for its grants now.
+    fn pin(&self, state: &mut State, id: u64, index: u32, access: Access) -> Result<Answer, Errno> {
+        let Some(Client::Gntdev(device)) = state.clients.get(&id) else {
+            return Err(Errno::BADF);
+        };
+        let entry = device.unused(index)?;
+        let (domid, refs) = (entry.domid, entry.refs.clone());
+        let mapped: usize = state.mapped().values().sum();
+        let pages = mapped.saturating_add(refs.len()) as u64;
+        let refused = self.faults.map_fails() || self.faults.exceeds_maptrack(pages);
+        let pinned = if refused {
+            Err(Errno::INVAL)
+        } else {
+            state.pin(domid, access, &refs)
+        };
+        // EAGAIN is retried by the kernel, within the one mmap.
+        if pinned.as_ref().err() != Some(&Errno::AGAIN)
+            && let Some(Client::Gntdev(device)) = state.clients.get_mut(&id)
+            && let Some(entry) = device.maps.get_mut(&index)
+        {
+            entry.used = true;
+            let (pins, answer) = pinned?;
+            entry.pins = Some(pins);
+            return Ok(answer);
+        }
+        Err(Errno::AGAIN)
     }
 
     fn open_gntdev(&self, state: &mut State) -> Result<Answer, Errno> {
@@ -346,7 +355,7 @@ impl Hypervisor {
             id,
             record,
             record_fd,
-            last_handle: 0,
+            last_index: 0,
             maps,
         };
         self.adopt(state, |_| Client::Gntdev(device))
@@ -375,14 +384,13 @@ impl Hypervisor {
 }
 
 impl State {
-    /// Pins `refs` for client `id`, all or none.
-    fn map(
+    /// Pins `refs`, all or none.
+    fn pin(
         &mut self,
-        id: u64,
         domid: DomId,
         access: Access,
         refs: &[u32],
-    ) -> Result<Answer, Errno> {
+    ) -> Result<(GrantMap, Answer), Errno> {
         // A dead domain's grants can be mapped as long as it is a zombie.
         let zombie = self.zombies.iter().rfind(|zombie| zombie.domid() == domid);
         let domain = self
@@ -391,21 +399,14 @@ impl State {
             .or(zombie)
             .ok_or(Errno::INVAL)?
             .clone();
-        let Some(Client::Gntdev(device)) = self.clients.get_mut(&id) else {
-            return Err(Errno::BADF);
-        };
-        if device.maps.len() >= MAX_PER_DEVICE {
-            return Err(Errno::INVAL);
-        }
         let memory = domain.guest().memory_fd().map_err(|_| Errno::NFILE)?;
+        let grefs = Vec::with_capacity(refs.len());
         let mut map = GrantMap {
             domain,
             access,
-            grefs: Vec::with_capacity(refs.len()),
+            grefs,
         };
-        let mut frames = Vec::with_capacity(refs.len().saturating_add(1));
-        let handle = device.last_handle.checked_add(1).ok_or(Errno::INVAL)?;
-        frames.push(handle);
+        let mut frames = Vec::with_capacity(refs.len());
         for &gref in refs {
             match map.pin(gref) {
                 Ok(frame) => frames.push(frame),
@@ -415,12 +416,11 @@ impl State {
                 }
             }
         }
-        device.last_handle = handle;
-        device.maps.insert(handle, map);
-        Ok(Answer {
+        let answer = Answer {
             values: frames,
             fds: vec![memory],
-        })
+        };
+        Ok((map, answer))
     }
 
     fn bind(&mut self, id: u64, domid: DomId, remote: Port) -> Result<Answer, Errno> {
@@ -458,8 +458,8 @@ impl State {
                 if let Some(record) = device.record.load(0).and_then(CopyRecord::decode) {
                     self.abandon_copy(device.id, record);
                 }
-                self.leftovers
-                    .extend(device.maps.into_values().filter_map(GrantMap::release));
+                let pins = device.maps.into_values().filter_map(|entry| entry.pins);
+                self.leftovers.extend(pins.filter_map(GrantMap::release));
             }
             Client::Evtchn(device) => device.ports.values().for_each(|channel| channel.unbind()),
         }
@@ -490,7 +490,7 @@ impl State {
 
     fn maps(&self) -> impl Iterator<Item = &GrantMap> {
         let held = self.clients.values().filter_map(|client| match client {
-            Client::Gntdev(device) => Some(device.maps.values()),
+            Client::Gntdev(device) => Some(device.pins()),
             _ => None,
         });
         held.flatten().chain(&self.leftovers)
@@ -515,8 +515,13 @@ impl State {
         let mut ports: Vec<_> = guests.chain(backend.flatten()).collect();
         ports.sort_unstable();
         let zombies = self.zombies.iter().map(|zombie| zombie.domid()).collect();
+        let entries = self.clients.values().map(|client| match client {
+            Client::Gntdev(device) => device.maps.len(),
+            _ => 0,
+        });
         Snapshot {
             mappings: self.mapped(),
+            maps: entries.sum(),
             ports,
             zombies,
         }

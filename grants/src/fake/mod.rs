@@ -124,6 +124,8 @@ impl Drop for FakeXen {
 pub struct Snapshot {
     /// Granted pages mapped by device holders, by granting domain; domains without any are left out.
     pub mappings: BTreeMap<DomId, usize>,
+    /// Maps in the lists of grant devices, also those whose mmap failed and which weren't taken back.
+    pub maps: usize,
     /// Every open port, of guests and of the backend domain, in order of domain and number.
     pub ports: Vec<PortInfo>,
     /// Domains that are dead but still mapped.

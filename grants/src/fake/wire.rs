@@ -37,14 +37,15 @@ pub(super) enum Request {
     Hello,
     /// gntdev: a domain's memory. Answer: pages, grant entries; memory, active entries.
     Domain { domid: u16 },
-    /// gntdev: pin grants. Answer: handle, then a frame for each; memory. EAGAIN: one is being copied.
-    Map {
-        domid: u16,
-        access: Access,
-        refs: Vec<u32>,
-    },
-    /// gntdev: unpin them. EAGAIN: repeat, some are being copied.
-    Unmap { handle: u32 },
+    /// gntdev, MAP_GRANT_REF: note grants, without looking at them. Answer: the map's index.
+    Note { domid: u16, refs: Vec<u32> },
+    /// gntdev, the mmap of a noted map: pin its grants, all or none. Answer: a frame for each; memory.
+    /// EINVAL: refused, and the map is used up, as it is after a success. EAGAIN: repeat, a grant is being
+    /// copied.
+    Pin { index: u32, access: Access },
+    /// gntdev, UNMAP_GRANT_REF: forget a map and unpin its grants. ENOENT: no map has this index and this
+    /// many grants. EAGAIN: repeat, some are being copied.
+    Unmap { index: u32, count: u32 },
     /// evtchn: bind. Answer: local port; the other end's eventfd.
     Bind { domid: u16, port: u32 },
     /// evtchn: close a local port.
@@ -58,18 +59,15 @@ impl Request {
             Self::OpenEvtchn { domid } => vec![2, u32::from(*domid)],
             Self::Hello => vec![3],
             Self::Domain { domid } => vec![4, u32::from(*domid)],
-            Self::Map { domid, access, .. } => {
-                vec![
-                    5,
-                    u32::from(*domid),
-                    u32::from(*access == Access::ReadWrite),
-                ]
+            Self::Note { domid, .. } => vec![5, u32::from(*domid)],
+            Self::Pin { index, access } => {
+                vec![9, *index, u32::from(*access == Access::ReadWrite)]
             }
-            Self::Unmap { handle } => vec![6, *handle],
+            Self::Unmap { index, count } => vec![6, *index, *count],
             Self::Bind { domid, port } => vec![7, u32::from(*domid), *port],
             Self::Unbind { port } => vec![8, *port],
         };
-        if let Self::Map { refs, .. } = self {
+        if let Self::Note { refs, .. } = self {
             words.extend(refs);
         }
         bytes_of(&words)
@@ -83,19 +81,19 @@ impl Request {
             [2, dom] => Self::OpenEvtchn { domid: domid(dom)? },
             [3] => Self::Hello,
             [4, dom] => Self::Domain { domid: domid(dom)? },
-            [5, dom, writable @ (0 | 1), ref refs @ ..] if (1..=MAX_REFS).contains(&refs.len()) => {
-                let access = if writable == 1 {
+            [5, dom, ref refs @ ..] if (1..=MAX_REFS).contains(&refs.len()) => Self::Note {
+                domid: domid(dom)?,
+                refs: refs.to_vec(),
+            },
+            [9, index, writable @ (0 | 1)] => Self::Pin {
+                index,
+                access: if writable == 1 {
                     Access::ReadWrite
                 } else {
                     Access::ReadOnly
-                };
-                Self::Map {
-                    domid: domid(dom)?,
-                    access,
-                    refs: refs.to_vec(),
-                }
-            }
-            [6, handle] => Self::Unmap { handle },
+                },
+            },
+            [6, index, count] => Self::Unmap { index, count },
             [7, dom, port] => Self::Bind {
                 domid: domid(dom)?,
                 port,

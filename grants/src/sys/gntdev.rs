@@ -5,7 +5,7 @@
 //! hypervisor. One bad grant fails the mmap with EINVAL, and so does a full maptrack; the map then
 //! stays in the device's list, can't be tried again, and in a PVH dom0 keeps its good grants, so it is
 //! taken back at once. A PV dom0 gives grants back when their address range goes, a PVH dom0 when the
-//! map is taken back as well: dropping a [`Mapping`] does both, in that order. No address of a mapping
+//! map is taken back as well: dropping a [`Mapping`] does both, in that order, and so does a [`Window`]. No address of a mapping
 //! is ever given to the kernel for I/O: a page pinned while its mapping goes breaks a PV dom0.
 #![expect(unsafe_code, reason = "ioctls with structures of `abi` behind them")]
 // UNSAFETY: each call passes the structure its opcode names; what a copy refers to is checked against the
@@ -17,15 +17,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::ptr;
 use std::rc::Rc;
 
+use rustix::mm::{MapFlags, ProtFlags};
+
 use super::abi::{
     Copy, CopySegment, DEST_GREF, Foreign, GRANT_COPY, MAP_GRANT_REF, SOURCE_GREF, Side,
     UNMAP_GRANT_REF, Unmap,
 };
 use super::ioctl::ioctl;
 use crate::memory::Region;
+use crate::window::{MapDevice, add, subtract};
 use crate::{
-    Access, CopyOp, CopyStatus, Direction, DomId, GrantRef, GrantTable, MapError, Mapping, Slab,
-    XEN_PAGE_SIZE,
+    Access, Chunk, CopyOp, CopyStatus, Direction, DomId, GrantRef, GrantTable, MapError, Mapping,
+    Slab, StillThere, Window, XEN_PAGE_SIZE,
 };
 
 /// Grants in one call: the kernel's `gntdev.limit` as shipped.
@@ -64,27 +67,36 @@ impl GrantTable for Gntdev {
         match Region::shared(self.fd.as_fd(), index, len, access) {
             Ok(region) => {
                 let (fd, mapped) = (Rc::clone(&self.fd), Rc::clone(&self.mapped));
-                mapped.set(mapped.get().saturating_add(refs.len()));
+                add(&mapped, refs.len());
                 let pages = refs.len();
                 Ok(Mapping::new(region, move || {
                     if take_back(fd.as_fd(), index, count).is_ok() {
-                        mapped.set(mapped.get().saturating_sub(pages));
+                        subtract(&mapped, pages);
                     }
                 }))
             }
             Err(error) => {
                 let _ = take_back(self.fd.as_fd(), index, count);
-                Err(if error.raw_os_error() == Some(EINVAL) {
-                    MapError::Refused
-                } else {
-                    MapError::Io(error)
-                })
+                Err(MapError::of(error))
             }
         }
     }
 
     fn mapped(&self) -> usize {
         self.mapped.get()
+    }
+
+    fn map_chunk(
+        &self,
+        window: &mut Window,
+        dom: DomId,
+        refs: &[GrantRef],
+    ) -> Result<Chunk, MapError> {
+        window.map(self, dom, refs)
+    }
+
+    fn unmap_chunk(&self, window: &mut Window, chunk: Chunk) -> Result<(), StillThere> {
+        window.unmap(self, chunk)
     }
 
     fn copy(&self, dom: DomId, slab: &mut Slab, ops: &mut [CopyOp]) -> io::Result<()> {
@@ -110,7 +122,37 @@ impl GrantTable for Gntdev {
     }
 }
 
-const EINVAL: i32 = rustix::io::Errno::INVAL.raw_os_error();
+impl MapDevice for Gntdev {
+    fn note(&self, dom: DomId, refs: &[GrantRef]) -> io::Result<u64> {
+        let count = u32::try_from(refs.len()).map_err(|_| io::ErrorKind::InvalidInput)?;
+        note_grants(self.fd.as_fd(), dom, refs, count)
+    }
+
+    unsafe fn place(&self, index: u64, pages: usize, at: *mut u8) -> io::Result<()> {
+        let prot = ProtFlags::READ | ProtFlags::WRITE;
+        let flags = MapFlags::SHARED | MapFlags::FIXED;
+        let len = pages.saturating_mul(XEN_PAGE_SIZE);
+        // SAFETY: the caller owns the range, and nothing refers to it.
+        unsafe { rustix::mm::mmap(at.cast(), len, prot, flags, &self.fd, index) }?;
+        Ok(())
+    }
+
+    fn take_back(&self, index: u64, pages: usize) -> io::Result<()> {
+        let count = u32::try_from(pages).map_err(|_| io::ErrorKind::InvalidInput)?;
+        take_back(self.fd.as_fd(), index, count)
+    }
+
+    fn mapped(&self) -> &Cell<usize> {
+        &self.mapped
+    }
+}
+
+/// Lets the kernel set up what its first map of a boot needs, which can take 0.1 s. It asks the
+/// hypervisor nothing: the grant needn't exist.
+pub(super) fn warm_up(fd: BorrowedFd<'_>) -> io::Result<()> {
+    let index = note_grants(fd, DomId(0), &[GrantRef(0)], 1)?;
+    take_back(fd, index, 1)
+}
 
 /// Announces a map of `refs`; the offset to mmap it at. The hypervisor isn't asked yet.
 fn note_grants(fd: BorrowedFd<'_>, dom: DomId, refs: &[GrantRef], count: u32) -> io::Result<u64> {

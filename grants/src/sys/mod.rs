@@ -37,6 +37,11 @@ pub fn open_evtchn(domid: DomId) -> io::Result<OwnedFd> {
     }
 }
 
+/// Spares the first ring of a boot what the kernel has to set up for its first map; worth a try, no more.
+pub fn warm_up(gntdev: &OwnedFd) -> io::Result<()> {
+    gntdev::warm_up(gntdev.as_fd())
+}
+
 /// Uses a descriptor of [`open_gntdev`]. One user at a time.
 pub fn grant_table(fd: OwnedFd) -> Box<dyn GrantTable> {
     Box::new(gntdev::Gntdev::new(fd))

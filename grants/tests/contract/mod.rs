@@ -5,8 +5,8 @@ use std::io::ErrorKind;
 
 use rustix::io::{Errno, retry_on_intr};
 use xenblk_grants::{
-    Access, CopyOp, CopyStatus, Direction, DomId, EventChannels, GrantRef, GrantTable, MapError,
-    Port, Run, Slab, XEN_PAGE_SIZE,
+    Access, CopyOp, CopyStatus, Direction, DomId, EventChannels, GrantRef, GrantTable, MAX_CHUNK,
+    MapError, Port, Run, Slab, Window, XEN_PAGE_SIZE,
 };
 
 /// Where the suite runs.
@@ -49,6 +49,9 @@ macro_rules! contract {
             one_bad_grant_fails_the_map_and_leaves_nothing_mapped
             a_grant_ends_only_when_the_last_mapping_is_gone
             a_map_needs_at_least_one_grant
+            chunks_share_a_window_and_go_one_by_one
+            a_refused_chunk_leaves_nothing_mapped_and_loses_no_page
+            a_grant_mapped_twice_stays_in_use_until_both_are_gone
             copies_any_number_of_segments
             copies_exactly_the_bytes_asked_for
             a_copy_says_what_went_wrong_with_each_segment
@@ -154,6 +157,94 @@ pub(crate) fn a_map_needs_at_least_one_grant(host: &dyn Host) {
     let (guest, table) = (host.guest(), host.grant_table());
     let refused = table.map(guest.domid(), &[], Access::ReadWrite);
     assert!(matches!(refused, Err(MapError::Count { count: 0, .. })));
+}
+
+pub(crate) fn chunks_share_a_window_and_go_one_by_one(host: &dyn Host) {
+    let (guest, table) = (host.guest(), host.grant_table());
+    let mut window = Window::reserve(64).unwrap();
+    let mut bytes = vec![0; XEN_PAGE_SIZE];
+    // The second round maps over addresses that were given back.
+    for round in 0..2 {
+        let mut chunks = Vec::new();
+        for count in [1, MAX_CHUNK, 7] {
+            let refs: Vec<_> = (0..count).map(|_| guest.grant(false)).collect();
+            for (page, &gref) in refs.iter().enumerate() {
+                guest.write(gref, &pattern(page + count));
+            }
+            let chunk = table.map_chunk(&mut window, guest.domid(), &refs).unwrap();
+            assert_eq!(chunk.pages(), count);
+            chunks.push((chunk, refs));
+        }
+        for (chunk, refs) in chunks {
+            for (page, &gref) in refs.iter().enumerate() {
+                let at = page * XEN_PAGE_SIZE;
+                assert!(window.copy_out(&chunk, at, &mut bytes));
+                assert!(bytes == pattern(page + refs.len()), "page {page}, {round}");
+                assert!(window.copy_in(&chunk, at + 512, &[0x5a; 1024]));
+                let mut expected = pattern(page + refs.len());
+                expected[512..1536].fill(0x5a);
+                assert!(guest.read(gref) == expected);
+                assert!(!guest.end_access(gref), "mapped");
+            }
+            let end = refs.len() * XEN_PAGE_SIZE;
+            assert!(!window.copy_out(&chunk, end - 1, &mut [0; 2]));
+            assert!(!window.copy_in(&chunk, usize::MAX, &[0]));
+            table.unmap_chunk(&mut window, chunk).unwrap();
+            assert!(refs.into_iter().all(|gref| guest.end_access(gref)));
+        }
+        assert_eq!(window.free_pages(), 64);
+    }
+}
+
+pub(crate) fn a_refused_chunk_leaves_nothing_mapped_and_loses_no_page(host: &dyn Host) {
+    let (guest, table) = (host.guest(), host.grant_table());
+    let mut window = Window::reserve(MAX_CHUNK).unwrap();
+    let good: Vec<_> = (1..MAX_CHUNK).map(|_| guest.grant(false)).collect();
+    let (ended, readonly) = (guest.grant(false), guest.grant(true));
+    assert!(guest.end_access(ended));
+    for bad in [GrantRef(0), GrantRef(u32::MAX), ended, readonly] {
+        let mut refs = good.clone();
+        refs.insert(MAX_CHUNK / 2, bad);
+        // Again and again: a map that failed takes nothing with it.
+        for _ in 0..3 {
+            let refused = table.map_chunk(&mut window, guest.domid(), &refs);
+            assert!(matches!(refused, Err(MapError::Refused)), "{bad:?}");
+            assert_eq!(window.free_pages(), MAX_CHUNK);
+        }
+        let chunk = table.map_chunk(&mut window, guest.domid(), &good).unwrap();
+        let more = table.map_chunk(&mut window, guest.domid(), &good);
+        assert!(matches!(more, Err(MapError::NoRoom)));
+        table.unmap_chunk(&mut window, chunk).unwrap();
+    }
+    for refs in [vec![], vec![good[0]; MAX_CHUNK + 1]] {
+        let refused = table.map_chunk(&mut window, guest.domid(), &refs);
+        assert!(matches!(refused, Err(MapError::Count { .. })));
+    }
+    let refused = table.map_chunk(&mut window, host.no_domain(), &good);
+    assert!(matches!(refused, Err(MapError::Refused)));
+    assert!(good.into_iter().all(|gref| guest.end_access(gref)));
+    assert!(guest.end_access(readonly));
+}
+
+/// What merging chunks relies on.
+pub(crate) fn a_grant_mapped_twice_stays_in_use_until_both_are_gone(host: &dyn Host) {
+    let (guest, table) = (host.guest(), host.grant_table());
+    let mut window = Window::reserve(4).unwrap();
+    let refs = [guest.grant(false), guest.grant(false)];
+    let old = table
+        .map_chunk(&mut window, guest.domid(), &refs[..1])
+        .unwrap();
+    let new = table.map_chunk(&mut window, guest.domid(), &refs).unwrap();
+    assert!(window.copy_in(&old, 0, &pattern(4)));
+    table.unmap_chunk(&mut window, old).unwrap();
+    assert!(!guest.end_access(refs[0]));
+    let mut bytes = vec![0; XEN_PAGE_SIZE];
+    assert!(window.copy_out(&new, 0, &mut bytes) && bytes == pattern(4));
+    let mut other = Window::reserve(4).unwrap();
+    let foreign = table.unmap_chunk(&mut other, new).unwrap_err();
+    assert!(!other.copy_out(&foreign.chunk, 0, &mut bytes));
+    table.unmap_chunk(&mut window, foreign.chunk).unwrap();
+    assert!(refs.into_iter().all(|gref| guest.end_access(gref)));
 }
 
 pub(crate) fn copies_any_number_of_segments(host: &dyn Host) {
