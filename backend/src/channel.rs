@@ -336,7 +336,7 @@ mod tests {
             supervisor
                 .send(Command::Hello {
                     version: 7,
-                    slot: 3,
+                    fence: 3,
                 })
                 .unwrap();
             let detach = Command::Detach { ring: RingId(9) };
@@ -353,7 +353,7 @@ mod tests {
                 first.body,
                 Command::Hello {
                     version: 7,
-                    slot: 3
+                    fence: 3
                 }
             ));
             let second = worker.try_recv().unwrap().unwrap();

@@ -50,7 +50,7 @@ impl InFlight {
     ///
     /// Overlapping reads and writes are the guest's to order, as on any disk.
     pub(crate) fn holds(&self, plan: &Plan) -> bool {
-        let discard = matches!(plan, Plan::Discard(_));
+        let discard = matches!(plan, Plan::Discard(..));
         if self.barrier || (matches!(plan, Plan::Barrier(_)) && self.count > 0) {
             return true;
         }
@@ -61,7 +61,7 @@ impl InFlight {
             return false;
         }
         self.started.iter().flatten().any(|other| {
-            (discard || matches!(other.plan, Plan::Discard(_)))
+            (discard || matches!(other.plan, Plan::Discard(..)))
                 && other
                     .plan
                     .range()
@@ -99,7 +99,7 @@ impl InFlight {
         self.count = change(self.count);
         match plan {
             Plan::Barrier(_) => self.barrier = starts,
-            Plan::Discard(_) => self.discards = change(self.discards),
+            Plan::Discard(..) => self.discards = change(self.discards),
             _ => {}
         }
     }

@@ -3,10 +3,12 @@
 
 pub mod channel;
 pub mod control;
+mod flusher;
 mod inflight;
 pub mod message;
 mod plan;
 pub mod stats;
 pub mod supervisor;
+mod syscalls;
 pub mod target;
 pub mod worker;

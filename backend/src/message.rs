@@ -14,21 +14,38 @@ pub const VERSION: u32 = 2;
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct RingId(pub u64);
 
-/// Supervisor to worker.
+/// Supervisor to worker, and to flusher. The first message says which of the two the new process is.
 #[derive(Debug, Serialize, Deserialize)]
 pub enum Command {
-    /// First message on a channel.
+    /// First message on a channel to a worker.
     Hello {
         /// Sender's [`VERSION`].
         version: u32,
-        /// This worker's number, 0 to workers - 1; its fence lock is byte 2^40 + slot of the target.
-        slot: u32,
+        /// Number of the fence this worker locks on each of its targets; no other process has it.
+        fence: u64,
     },
+    /// First message on a channel to the flusher of a disk, with the descriptors of [`WorkerTarget`].
+    HelloFlusher {
+        /// Sender's [`VERSION`].
+        version: u32,
+        /// As a worker's.
+        fence: u64,
+        /// What it looks after.
+        target: WorkerTarget,
+    },
+    /// To a flusher: another ring of its disk, whose socket is the one descriptor.
+    Serve,
     /// Take over one ring. Descriptors, in this order: gntdev, evtchn, journal, statistics, then those
     /// of [`WorkerTarget`].
     Attach(Box<Attach>),
     /// Finish what the ring has consumed, publish, unmap, close, then report [`Report::Detached`].
     Detach {
+        /// Which ring.
+        ring: RingId,
+    },
+    /// Answer to [`Report::FlusherWanted`], with one descriptor, the socket to the flusher of the ring's
+    /// disk; without any if there is none to be had.
+    Flusher {
         /// Which ring.
         ring: RingId,
     },
@@ -109,6 +126,8 @@ pub struct Attach {
     pub readonly: bool,
     /// Serve DISCARD (`discard-enable`).
     pub discard: bool,
+    /// Serve the secure one too (`discard-secure`).
+    pub secure_discard: bool,
     /// How the descriptors gntdev and evtchn are to be used.
     pub host: HostKind,
     /// What the requests act on.
@@ -168,6 +187,11 @@ pub enum Report {
         ring: RingId,
         /// One line for the administrator.
         reason: String,
+    },
+    /// The ring's first flush or discard waits for a flusher: answer with [`Command::Flusher`].
+    FlusherWanted {
+        /// Which ring.
+        ring: RingId,
     },
     /// The ring is gone: I/O finished, everything unmapped, descriptors closed, so far as `left` says so.
     Detached {

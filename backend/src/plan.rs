@@ -9,8 +9,9 @@
     clippy::cast_possible_truncation
 )]
 
-use xenblk_ring::{Request, RwOp, Segment, Status, WriteData};
+use xenblk_ring::{DiscardRequest, Request, RwOp, Segment, Status, WriteData};
 
+use crate::flusher::wire::Chore;
 use crate::target::SECTOR;
 
 /// What a ring may do to its disk.
@@ -24,6 +25,8 @@ pub(crate) struct Rules {
     pub(crate) readonly: bool,
     /// DISCARD is offered.
     pub(crate) discard: bool,
+    /// So is the secure one.
+    pub(crate) secure_discard: bool,
     /// What discards have to be a multiple of, in bytes; not 0.
     pub(crate) discard_unit: u32,
     /// As advertised.
@@ -53,7 +56,8 @@ pub(crate) enum Plan {
     Flush(Option<Transfer>),
     /// The same, but after everything the ring took in before and before everything after.
     Barrier(Option<Transfer>),
-    Discard(Range),
+    /// Give the storage back; with `true`, so that the data can't be had back.
+    Discard(Range, bool),
 }
 
 /// One operation on the target.
@@ -61,8 +65,8 @@ pub(crate) enum Plan {
 pub(crate) enum Step {
     Read(Transfer),
     Write(Transfer),
-    Flush,
-    Discard(Range),
+    /// The flusher's to do.
+    Chore(Chore),
 }
 
 /// What becomes of a request.
@@ -79,10 +83,6 @@ impl Range {
     fn new(offset: u64, len: u64, size: u64) -> Option<Self> {
         let end = offset.checked_add(len)?;
         (len > 0 && end <= size).then_some(Self { offset, len })
-    }
-
-    pub(crate) fn offset(self) -> u64 {
-        self.offset
     }
 
     pub(crate) fn len(self) -> u64 {
@@ -147,10 +147,10 @@ impl Decision {
             Request::Discard(discard) => {
                 if rules.readonly {
                     Self::Answer(Status::Error)
-                } else if !rules.discard || discard.secure {
+                } else if !rules.discard || (discard.secure && !rules.secure_discard) {
                     Self::Answer(Status::NotSupported)
                 } else {
-                    Self::discard(discard.sector, discard.nr_sectors, rules)
+                    Self::discard(discard, rules)
                 }
             }
             Request::Indirect(indirect) => {
@@ -198,10 +198,11 @@ impl Decision {
     }
 
     /// A discard is advice. What isn't a whole unit is kept, never rounded outward; if that is all of
-    /// it, the guest has lost nothing.
-    fn discard(sector: u64, nr_sectors: u64, rules: &Rules) -> Self {
+    /// it, the guest has lost nothing. A secure one is a promise: what can't be kept is refused.
+    fn discard(discard: &DiscardRequest, rules: &Rules) -> Self {
+        let secure = discard.secure;
         let bytes = |sectors: u64| sectors.checked_mul(SECTOR);
-        let (Some(offset), Some(len)) = (bytes(sector), bytes(nr_sectors)) else {
+        let (Some(offset), Some(len)) = (bytes(discard.sector), bytes(discard.nr_sectors)) else {
             return Self::Answer(Status::Error);
         };
         let Some(end) = offset.checked_add(len).filter(|end| *end <= rules.size) else {
@@ -214,7 +215,9 @@ impl Decision {
             .zip(last)
             .and_then(|(first, last)| Range::new(first, last.checked_sub(first)?, rules.size));
         match whole {
-            Some(range) => Self::Do(Plan::Discard(range)),
+            Some(range) if secure && range.len < len => Self::Answer(Status::Error),
+            None if secure && len > 0 => Self::Answer(Status::Error),
+            Some(range) => Self::Do(Plan::Discard(range, secure)),
             None => Self::Answer(Status::Okay),
         }
     }
@@ -231,8 +234,12 @@ impl Plan {
                 Some(Step::Write(transfer))
             }
             (Self::Flush(_) | Self::Barrier(_), 0)
-            | (Self::Flush(Some(_)) | Self::Barrier(Some(_)), 2) => Some(Step::Flush),
-            (Self::Discard(range), 0) => Some(Step::Discard(range)),
+            | (Self::Flush(Some(_)) | Self::Barrier(Some(_)), 2) => Some(Step::Chore(Chore::Flush)),
+            (Self::Discard(range, secure), 0) => Some(Step::Chore(Chore::Discard {
+                offset: range.offset,
+                len: range.len,
+                secure,
+            })),
             _ => None,
         }
     }
@@ -242,7 +249,7 @@ impl Plan {
         match self {
             Self::Read(transfer) | Self::Write(transfer) => Some(transfer.range()),
             Self::Flush(data) | Self::Barrier(data) => data.map(Transfer::range),
-            Self::Discard(range) => Some(*range),
+            Self::Discard(range, _) => Some(*range),
         }
     }
 
@@ -251,14 +258,14 @@ impl Plan {
         match self {
             Self::Read(transfer) | Self::Write(transfer) => Some(*transfer),
             Self::Flush(data) | Self::Barrier(data) => *data,
-            Self::Discard(_) => None,
+            Self::Discard(..) => None,
         }
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use xenblk_ring::{BarrierRequest, DirectSegments, DiscardRequest, FlushRequest, RwRequest};
+    use xenblk_ring::{BarrierRequest, DirectSegments, FlushRequest, RwRequest};
 
     use super::*;
 
@@ -268,6 +275,7 @@ mod tests {
         sector_size: 512,
         readonly: false,
         discard: true,
+        secure_discard: false,
         discard_unit: 512,
         max_indirect_segments: 256,
     };
@@ -380,7 +388,7 @@ mod tests {
             discard_unit: 4096,
             ..RULES
         };
-        let range = |offset, len| Decision::Do(Plan::Discard(Range { offset, len }));
+        let range = |offset, len| Decision::Do(Plan::Discard(Range { offset, len }, false));
         assert_eq!(discard(0, 8, &rules), range(0, 4096));
         assert_eq!(discard(1, 23, &rules), range(4096, 8192));
         assert_eq!(discard(1, 14, &rules), Decision::Answer(Status::Okay));
@@ -393,18 +401,46 @@ mod tests {
             ..RULES
         };
         assert_eq!(discard(0, 8, &off), Decision::Answer(Status::NotSupported));
-        let secure = DiscardRequest {
-            id: 1,
-            sector: 0,
-            nr_sectors: 1,
-            secure: true,
+    }
+
+    #[test]
+    fn a_secure_discard_is_all_of_it_or_refused() {
+        let secure = |sector, nr_sectors, rules| {
+            let request = DiscardRequest {
+                id: 1,
+                sector,
+                nr_sectors,
+                secure: true,
+            };
+            Decision::new(&Request::Discard(request), rules).unwrap()
         };
-        let decision = Decision::new(&Request::Discard(secure), &RULES);
-        assert_eq!(
-            decision,
-            Some(Decision::Answer(Status::NotSupported)),
-            "never a false promise"
-        );
+        let unable = secure(0, 8, &RULES);
+        assert_eq!(unable, Decision::Answer(Status::NotSupported));
+        let rules = Rules {
+            secure_discard: true,
+            discard_unit: 4096,
+            ..RULES
+        };
+        let all = Range {
+            offset: 4096,
+            len: 8192,
+        };
+        let expected = Decision::Do(Plan::Discard(all, true));
+        assert_eq!(secure(8, 16, &rules), expected);
+        for (sector, nr_sectors) in [(8, 15), (7, 17), (1, 14), (96, 5)] {
+            assert_eq!(secure(sector, nr_sectors, &rules), REFUSED, "{sector}");
+        }
+        let off = Rules {
+            discard: false,
+            ..rules
+        };
+        let off = secure(8, 16, &off);
+        assert_eq!(off, Decision::Answer(Status::NotSupported));
+        let readonly = Rules {
+            readonly: true,
+            ..rules
+        };
+        assert_eq!(secure(8, 16, &readonly), REFUSED);
     }
 
     #[test]
@@ -432,10 +468,11 @@ mod tests {
             len: 512,
         };
         let steps = |plan: Plan| (0..4).map_while(|n| plan.step(n)).collect::<Vec<_>>();
-        let through = vec![Step::Flush, Step::Write(transfer), Step::Flush];
+        let flush = Step::Chore(Chore::Flush);
+        let through = vec![flush, Step::Write(transfer), flush];
         assert_eq!(steps(Plan::Barrier(Some(transfer))), through);
         assert_eq!(steps(Plan::Flush(Some(transfer))), through);
-        assert_eq!(steps(Plan::Barrier(None)), [Step::Flush]);
+        assert_eq!(steps(Plan::Barrier(None)), [flush]);
         assert_eq!(steps(Plan::Write(transfer)), [Step::Write(transfer)]);
     }
 }

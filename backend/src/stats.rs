@@ -1,5 +1,6 @@
 //! A ring's counters in a page shared by the worker, which alone writes, and the supervisor, which
-//! reads. Counters only grow, except [`Snapshot::in_flight`]; each is read on its own, so two of one
+//! reads. Counters only grow, except [`Snapshot::in_flight`] and
+//! [`Snapshot::flushing_since`]; each is read on its own, so two of one
 //! snapshot may be a few requests apart.
 
 use std::sync::atomic::Ordering;
@@ -80,6 +81,9 @@ counters! {
     target_ops TargetOps,
     /// Requests consumed and not yet published.
     in_flight InFlight,
+    /// Since when a flush has not been answered by the storage, in milliseconds of CLOCK_MONOTONIC; 0 if
+    /// none is under way.
+    flushing_since FlushingSince,
 }
 
 /// Bytes of a statistics page.

@@ -1,8 +1,8 @@
 //! One frontend's rings on the workers: made ready, attached all at once, detached all together. The
 //! device's task decides when; what the frontend published has been checked before it comes here.
 
-use std::collections::BTreeSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
+use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -14,10 +14,12 @@ use tracing::{debug, info, warn};
 use xenblk_grants::SharedPages;
 use xenblk_xenstore::vbd::{BackendPath, FrontendRings, QueueKeys};
 
-use super::Limits;
 use super::board::Counters;
+use super::fences::Fences;
+use super::flusher::Flusher;
 use super::host::Host;
 use super::workers::{NewRing, RingEvent, Workers};
+use super::{Limits, WorkerProgram};
 use crate::control::RingStatus;
 use crate::message::{Attach, Report, RingId};
 use crate::stats::{self, Reader};
@@ -36,12 +38,15 @@ pub(super) struct RingSetup {
     pub(super) host: Arc<Host>,
     pub(super) limits: Limits,
     pub(super) discard: bool,
+    pub(super) program: WorkerProgram,
+    pub(super) fences: Arc<Fences>,
 }
 
 /// The rings of one connected (or connecting, or closing) frontend.
 #[derive(Debug)]
 pub(super) struct Connection {
     target: Arc<OpenedTarget>,
+    flusher: Arc<Flusher>,
     workers: Workers,
     rings: Vec<Ring>,
     announced: bool,
@@ -74,6 +79,8 @@ struct Ring {
     queue: u32,
     slot: u32,
     pid: Option<u32>,
+    /// Its worker's; known once it has one.
+    fence: Option<u64>,
     state: RingState,
     counters: Counters,
 }
@@ -121,14 +128,15 @@ impl Connection {
         let target = Arc::clone(&setup.target);
         let path = setup.path;
         let ready = tokio::task::spawn_blocking(move || {
-            rings
-                .queues
-                .iter()
-                .zip(0..)
+            let flusher = Flusher::new(setup.program.clone(), &setup.fences, &setup.target)
+                .map_err(|error| format!("open the target for flushing: {error}"))?;
+            let queues = rings.queues.iter().zip(0..);
+            let ready: Result<Vec<_>, String> = queues
                 .map(|(keys, queue)| make_ready(&setup, &rings, keys, queue))
-                .collect()
+                .collect();
+            Ok::<_, String>((Arc::new(flusher), ready?))
         });
-        let ready: Result<Vec<_>, String> = ready.await.map_err(|error| error.to_string())?;
+        let (flusher, ready) = ready.await.map_err(|error| error.to_string())??;
         let (events_tx, events) = unbounded_channel();
         let place = |ready: ReadyRing| {
             let (ring, queue) = (ready.attach.ring, ready.attach.queue);
@@ -139,6 +147,7 @@ impl Connection {
                     attach: ready.attach,
                     fds: ready.fds,
                     events: events_tx.clone(),
+                    flusher: Arc::clone(&flusher),
                 },
             );
             Ring {
@@ -146,13 +155,15 @@ impl Connection {
                 queue,
                 slot,
                 pid: None,
+                fence: None,
                 state: RingState::Attaching,
                 counters: ready.counters,
             }
         };
-        let rings = ready?.into_iter().map(place).collect();
+        let rings = ready.into_iter().map(place).collect();
         Ok(Self {
             target,
+            flusher,
             workers,
             rings,
             announced: false,
@@ -245,7 +256,7 @@ impl Connection {
         };
         let queue = ring.queue;
         match event {
-            RingEvent::Placed { pid } => ring.pid = pid,
+            RingEvent::Placed { pid, fence } => (ring.pid, ring.fence) = (pid, Some(fence)),
             RingEvent::Report(Report::Attached { .. }) if ring.state == RingState::Attaching => {
                 ring.state = RingState::Serving;
             }
@@ -330,7 +341,7 @@ impl Connection {
         self.rings.iter().filter(live).map(in_flight).sum()
     }
 
-    /// With every ring gone, what is left to wait for is the I/O of workers that died.
+    /// With every ring gone, what is left to wait for is the flusher and the I/O of workers that died.
     fn look_at_fences(&mut self) {
         let Some(closing) = &mut self.closing else {
             return;
@@ -340,35 +351,40 @@ impl Connection {
             return;
         }
         let lost = |ring: &&Ring| ring.state == RingState::Gone { lost: true };
-        let slots: BTreeSet<u32> = self
+        let fences: Vec<_> = self
             .rings
             .iter()
             .filter(lost)
-            .map(|ring| ring.slot)
+            .filter_map(|ring| ring.fence)
+            .map(|fence| fence..fence + 1)
             .collect();
-        closing.fence = if slots.is_empty() {
+        closing.fence = if fences.is_empty() && !self.flusher.is_running() {
             Fence::Free
         } else {
             let mut polling = JoinSet::new();
             let target = Arc::clone(&self.target);
-            polling.spawn(async move { await_fences(&target, slots).await });
+            let flusher = Arc::clone(&self.flusher);
+            polling.spawn(async move {
+                flusher.finish().await;
+                await_fences(&target, fences).await;
+            });
             Fence::Awaited(polling)
         };
     }
 }
 
-/// Waits until no request of the dead workers of `slots` can reach the target any more, as long as the
-/// storage takes: a write landing later would overwrite a newer one.
-pub(super) async fn await_fences(target: &Arc<OpenedTarget>, slots: BTreeSet<u32>) {
-    let slots = Arc::new(slots);
+/// Waits until no request of the processes with these fences can reach the target any more, as long as
+/// the storage takes: a write landing later would overwrite a newer one.
+pub(super) async fn await_fences(target: &Arc<OpenedTarget>, fences: Vec<Range<u64>>) {
+    let fences: Arc<[_]> = fences.into();
     let mut waited = false;
     loop {
-        let (target, slots) = (Arc::clone(target), Arc::clone(&slots));
-        let held = tokio::task::spawn_blocking(move || held_fence(&target, &slots)).await;
-        match held {
-            Ok(Ok(None)) => return,
-            Ok(Ok(Some(_))) if waited => {}
-            Ok(Ok(Some(slot))) => info!(slot, "waiting for the I/O of a dead worker to end"),
+        let (target, fences) = (Arc::clone(target), Arc::clone(&fences));
+        let free = tokio::task::spawn_blocking(move || fences_free(&target, &fences)).await;
+        match free {
+            Ok(Ok(true)) => return,
+            Ok(Ok(false)) if waited => {}
+            Ok(Ok(false)) => info!("waiting for the I/O of a dead worker to end"),
             Ok(Err(error)) if !waited => warn!(%error, "cannot look at the fence of a dead worker"),
             Ok(Err(_)) => {}
             Err(error) => warn!(%error, "looking at the fence of a dead worker"),
@@ -378,14 +394,13 @@ pub(super) async fn await_fences(target: &Arc<OpenedTarget>, slots: BTreeSet<u32
     }
 }
 
-/// One of `slots` whose worker still has I/O under way.
-fn held_fence(target: &OpenedTarget, slots: &BTreeSet<u32>) -> std::io::Result<Option<u32>> {
-    for &slot in slots {
-        if !target.fence_free(slot)? {
-            return Ok(Some(slot));
+fn fences_free(target: &OpenedTarget, fences: &[Range<u64>]) -> std::io::Result<bool> {
+    for range in fences.iter().filter(|range| !range.is_empty()) {
+        if !target.fences_free(range.clone())? {
+            return Ok(false);
         }
     }
-    Ok(None)
+    Ok(true)
 }
 
 /// Queue i of a disk goes to worker (hash(disk) + i) mod W: a disk's queues spread, and so do disks.
@@ -442,6 +457,7 @@ fn make_ready(
         bounce_bytes: setup.limits.bounce_bytes,
         readonly: setup.target.capabilities().readonly,
         discard: setup.discard,
+        secure_discard: setup.discard && setup.target.capabilities().secure_discard,
         host: setup.host.kind(),
         target,
         // Known once the ring has a worker.

@@ -4,7 +4,6 @@
 
 mod closing;
 
-use std::collections::BTreeSet;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -19,11 +18,12 @@ use xenblk_xenstore::{Client, Error, Tx};
 use super::board::{Board, Posted};
 use super::connection::{Change, Connection, RingSetup, await_fences};
 use super::disk::{Disk, is_script_to_come};
+use super::fences::Fences;
 use super::guest_log::GuestLog;
 use super::host::Host;
 use super::view::{Look, Session, View, Wake};
 use super::workers::Workers;
-use super::{Limits, MAX_WORKERS};
+use super::{Limits, WorkerProgram};
 use crate::control::DiskStatus;
 use closing::Closing;
 
@@ -39,6 +39,9 @@ const RETRY: Duration = Duration::from_millis(500);
 pub(super) struct Common {
     pub(super) host: Arc<Host>,
     pub(super) workers: Workers,
+    /// What flushers are started from.
+    pub(super) program: WorkerProgram,
+    pub(super) fences: Arc<Fences>,
     /// What is offered to frontends from now on.
     pub(super) limits: watch::Receiver<Limits>,
     pub(super) board: Arc<Board>,
@@ -366,6 +369,7 @@ impl Device {
     /// this supervisor stops. Reads that come late hurt nobody.
     async fn await_predecessor(&mut self) {
         let mut stopping = self.common.stopping.clone();
+        let fences = Arc::clone(&self.common.fences);
         let disk = &mut self.disk;
         let ended = async {
             if disk.opening_since().is_some() {
@@ -373,7 +377,7 @@ impl Device {
             }
             match disk.target() {
                 Some(target) if !target.capabilities().readonly => {
-                    await_fences(target, (0..MAX_WORKERS).collect::<BTreeSet<_>>()).await;
+                    await_fences(target, fences.of_others().to_vec()).await;
                 }
                 _ => {}
             }
@@ -409,6 +413,8 @@ impl Device {
             host: Arc::clone(&self.common.host),
             limits: self.limits,
             discard: keys.discard_enable,
+            program: self.common.program.clone(),
+            fences: Arc::clone(&self.common.fences),
         };
         match Connection::start(setup, rings, self.common.workers.clone()).await {
             Ok(connection) => self.connection = Some(connection),
@@ -520,7 +526,6 @@ impl Device {
 fn properties(target: &crate::target::OpenedTarget, keys: &BackendKeys) -> DeviceProperties {
     let (geometry, capabilities) = (target.geometry(), target.capabilities());
     let discard = capabilities.discard && keys.discard_enable && !capabilities.readonly;
-    let granularity = capabilities.discard_granularity;
     DeviceProperties {
         sectors: geometry.size / crate::target::SECTOR,
         sector_size: geometry.sector_size,
@@ -530,8 +535,9 @@ fn properties(target: &crate::target::OpenedTarget, keys: &BackendKeys) -> Devic
         removable: keys.removable,
         flush: capabilities.flush,
         discard: discard.then_some(DiscardProperties {
-            granularity,
-            alignment: 0,
+            granularity: capabilities.discard_granularity,
+            alignment: capabilities.discard_alignment,
+            secure: capabilities.secure_discard,
         }),
     }
 }

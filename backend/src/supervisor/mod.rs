@@ -6,6 +6,8 @@ mod connection;
 mod control_socket;
 mod device;
 mod disk;
+mod fences;
+mod flusher;
 mod guest_log;
 mod handle;
 mod host;
@@ -24,7 +26,7 @@ use xenblk_xenstore::vbd;
 pub use handle::{Handle, Load};
 pub use host::HostSource;
 
-/// Most workers of one supervisor: fences of so many are looked at when it starts.
+/// Most workers of one supervisor.
 pub const MAX_WORKERS: u32 = 256;
 
 /// How a supervisor is set up.

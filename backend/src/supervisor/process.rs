@@ -1,4 +1,4 @@
-//! One worker's process or thread: started with its end of the channel, waited for at the end.
+//! One worker's or flusher's process or thread: started with its end of the channel, waited for at the end.
 
 use std::fmt;
 use std::io;
@@ -49,9 +49,20 @@ impl fmt::Display for Exit {
     }
 }
 
+impl Exit {
+    /// It did not end as told.
+    pub(super) fn is_failure(&self) -> bool {
+        match self {
+            Self::Process(status) => !status.as_ref().is_ok_and(ExitStatus::success),
+            Self::Thread { panicked } => *panicked,
+        }
+    }
+}
+
 impl RunningWorker {
-    /// Starts the worker of `slot`.
-    pub(super) fn start(program: &WorkerProgram, slot: u32) -> io::Result<Self> {
+    /// Starts one. The first message on its channel says what it is to be; `name` says it to a reader
+    /// of the log.
+    pub(super) fn start(program: &WorkerProgram, name: &'static str) -> io::Result<Self> {
         match program {
             WorkerProgram::Process { path, args } => {
                 let (channel, theirs) = process_pair()?;
@@ -76,7 +87,7 @@ impl RunningWorker {
                 let (channel, theirs) = thread_pair()?;
                 let thread = tokio::task::spawn_blocking(move || {
                     if let Err(error) = crate::worker::run(theirs) {
-                        warn!(slot, %error, "worker thread failed");
+                        warn!(%error, "{name} thread failed");
                     }
                 });
                 Ok(Self {

@@ -17,6 +17,7 @@ use xenblk_xenstore::{Client, Error, Event, Events, Tx};
 use super::board::Board;
 use super::control_socket::ControlSocket;
 use super::device::{Common, Device};
+use super::fences::Fences;
 use super::handle::Handle;
 use super::host::Host;
 use super::view::{Session, Wake, device_of_token};
@@ -77,7 +78,14 @@ impl Service {
         };
         let mut slots = JoinSet::new();
         let (log_level, log_level_rx) = watch::channel(None);
-        let workers = Workers::new(&options.program, options.workers, &log_level_rx, &mut slots);
+        let fences = Arc::new(Fences::new());
+        let workers = Workers::new(
+            &options.program,
+            options.workers,
+            &fences,
+            &log_level_rx,
+            &mut slots,
+        );
         let generation = 0;
         let (session, session_rx) = watch::channel(Some(Session { client, generation }));
         let (stopping, stopping_rx) = watch::channel(false);
@@ -94,6 +102,8 @@ impl Service {
             common: Common {
                 host,
                 workers,
+                program: options.program,
+                fences,
                 limits: limits_rx,
                 board,
                 session: session_rx,

@@ -5,6 +5,7 @@
 
 use std::collections::{HashMap, VecDeque};
 use std::os::fd::OwnedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
@@ -13,6 +14,8 @@ use tokio::task::JoinSet;
 use tracing::{debug, error, info, warn};
 
 use super::WorkerProgram;
+use super::fences::Fences;
+use super::flusher::Flusher;
 use super::process::{Exit, RunningWorker, readable};
 use crate::channel::{Message, RecvError, SendError, SupervisorEnd};
 use crate::message::{Attach, Command, LogLevel, Report, RingId, VERSION};
@@ -25,8 +28,8 @@ const RETRY: Duration = Duration::from_millis(1);
 pub(super) enum RingEvent {
     /// The worker said so.
     Report(Report),
-    /// A worker was found for the ring; `pid` is absent for a thread.
-    Placed { pid: Option<u32> },
+    /// A worker was found for the ring, with this fence; `pid` is absent for a thread.
+    Placed { pid: Option<u32>, fence: u64 },
     /// The ring's worker is gone, or never came up; one line says why.
     Lost { reason: String },
 }
@@ -43,6 +46,15 @@ pub(super) struct NewRing {
     pub(super) fds: Vec<OwnedFd>,
     /// Who hears about it.
     pub(super) events: RingEvents,
+    /// Its disk's, if it comes to need one.
+    pub(super) flusher: Arc<Flusher>,
+}
+
+/// Whom a ring of a living worker belongs to.
+#[derive(Debug)]
+struct Owner {
+    events: RingEvents,
+    flusher: Arc<Flusher>,
 }
 
 #[derive(Debug)]
@@ -62,6 +74,7 @@ impl Workers {
     pub(super) fn new(
         program: &WorkerProgram,
         count: u32,
+        fences: &Arc<Fences>,
         log_level: &watch::Receiver<Option<LogLevel>>,
         tasks: &mut JoinSet<()>,
     ) -> Self {
@@ -71,6 +84,7 @@ impl Workers {
                 Slot {
                     slot,
                     program: program.clone(),
+                    fences: Arc::clone(fences),
                     incarnation: 0,
                     orders,
                     log_level: log_level.clone(),
@@ -115,6 +129,7 @@ impl Workers {
 struct Slot {
     slot: u32,
     program: WorkerProgram,
+    fences: Arc<Fences>,
     incarnation: u64,
     orders: UnboundedReceiver<Order>,
     log_level: watch::Receiver<Option<LogLevel>>,
@@ -137,7 +152,7 @@ impl Slot {
     async fn live(&mut self, first: NewRing) {
         self.incarnation += 1;
         let slot = self.slot;
-        let mut worker = match RunningWorker::start(&self.program, slot) {
+        let mut worker = match RunningWorker::start(&self.program, "worker") {
             Ok(worker) => worker,
             Err(error) => {
                 error!(slot, %error, "cannot start worker");
@@ -154,16 +169,14 @@ impl Slot {
             incarnation = self.incarnation,
             "worker started"
         );
+        let (version, fence) = (VERSION, self.fences.issue());
         let mut life = Life {
             slot,
             incarnation: self.incarnation,
+            fence,
             pid: worker.pid(),
             rings: HashMap::new(),
-            backlog: VecDeque::from([Command::Hello {
-                version: VERSION,
-                slot,
-            }
-            .into()]),
+            backlog: VecDeque::from([Command::Hello { version, fence }.into()]),
         };
         if let Some(level) = *self.log_level.borrow_and_update() {
             life.backlog.push_back(Command::LogLevel { level }.into());
@@ -195,10 +208,11 @@ enum End {
 struct Life {
     slot: u32,
     incarnation: u64,
+    fence: u64,
     pid: Option<u32>,
-    rings: HashMap<RingId, RingEvents>,
-    /// Commands not sent yet. Bounded by the rings, each of which has at most an attach and a detach in here,
-    /// and by how often the administrator changes the log level while the worker doesn't read.
+    rings: HashMap<RingId, Owner>,
+    /// Commands not sent yet. Bounded by the rings, each of which has at most one of a kind in here, and by how
+    /// often the administrator changes the log level while the worker doesn't read.
     backlog: VecDeque<Message<Command>>,
 }
 
@@ -253,10 +267,12 @@ impl Life {
                 mut attach,
                 fds,
                 events,
+                flusher,
             }) => {
                 attach.incarnation = self.incarnation;
-                let _ = events.send((attach.ring, RingEvent::Placed { pid: self.pid }));
-                self.rings.insert(attach.ring, events);
+                let (pid, fence) = (self.pid, self.fence);
+                let _ = events.send((attach.ring, RingEvent::Placed { pid, fence }));
+                self.rings.insert(attach.ring, Owner { events, flusher });
                 self.backlog.push_back(Message {
                     body: Command::Attach(attach),
                     fds,
@@ -304,6 +320,10 @@ impl Life {
             | Report::FlushFailed { ring, .. }
             | Report::AttachFailed { ring, .. }
             | Report::Detached { ring, .. } => *ring,
+            Report::FlusherWanted { ring } => {
+                self.connect_flusher(*ring);
+                return Ok(());
+            }
         };
         // What a ring left behind goes with the worker's process only, so its owner hears of that too.
         let gone = match &report {
@@ -312,9 +332,9 @@ impl Life {
             _ => false,
         };
         let owner = if gone {
-            self.rings.remove(&ring)
+            self.rings.remove(&ring).map(|owner| owner.events)
         } else {
-            self.rings.get(&ring).cloned()
+            self.rings.get(&ring).map(|owner| owner.events.clone())
         };
         match owner {
             Some(events) => drop(events.send((ring, RingEvent::Report(report)))),
@@ -326,6 +346,18 @@ impl Life {
         Ok(())
     }
 
+    /// Here and not in the device's task: that one may be waiting for XenStore, and a guest's flush must
+    /// not wait for that.
+    fn connect_flusher(&mut self, ring: RingId) {
+        if let Some(owner) = self.rings.get(&ring) {
+            let fds = owner.flusher.connect().into_iter().collect();
+            self.backlog.push_back(Message {
+                body: Command::Flusher { ring },
+                fds,
+            });
+        }
+    }
+
     /// Called once the process is gone: its mappings and ports are, too.
     fn tell_owners(&mut self, end: &End, exit: &Exit) {
         let slot = self.slot;
@@ -334,7 +366,7 @@ impl Life {
             return;
         };
         error!(slot, pid = self.pid, %exit, rings = self.rings.len(), "worker died: {broken}");
-        for (ring, events) in self.rings.drain() {
+        for (ring, Owner { events, .. }) in self.rings.drain() {
             let reason = format!("worker {slot} died ({exit})");
             let _ = events.send((ring, RingEvent::Lost { reason }));
         }
@@ -343,10 +375,9 @@ impl Life {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::Arc;
-
     use super::*;
     use crate::message::Left;
+    use crate::target::{self, OpenMode, TargetSpec};
 
     /// A guest can make this happen as often as it likes: it publishes what can't be attached and
     /// closes at once.
@@ -359,11 +390,16 @@ mod tests {
             .finish();
         let ring = RingId(7);
         let (events, mut heard) = unbounded_channel();
+        let nothing = TargetSpec::parse("null:512").unwrap();
+        let nothing = target::open(&nothing, OpenMode::default()).unwrap();
+        let flusher = Flusher::new(WorkerProgram::Threads, &Fences::new(), &nothing).unwrap();
+        let flusher = Arc::new(flusher);
         let mut life = Life {
             slot: 0,
             incarnation: 1,
+            fence: 1,
             pid: None,
-            rings: HashMap::from([(ring, events)]),
+            rings: HashMap::from([(ring, Owner { events, flusher })]),
             backlog: VecDeque::new(),
         };
         let reason = "no such grant".to_owned();

@@ -2,6 +2,7 @@
 //! and opening happen on the supervisor's side, once; every worker incarnation then gets open file
 //! descriptions of its own. Which bytes a request may touch is decided by `plan`, not here.
 
+mod device;
 mod error;
 mod open;
 pub mod script;
@@ -9,11 +10,12 @@ pub(crate) mod serve;
 mod spec;
 #[cfg(all(test, feature = "fake"))]
 mod suite;
+pub(crate) mod upkeep;
 
 use serde::{Deserialize, Serialize};
 
 pub use error::TargetError;
-pub use open::{OpenMode, OpenedTarget, fence_free, open};
+pub use open::{FENCES, OpenMode, OpenedTarget, open};
 pub use spec::TargetSpec;
 
 /// Unit of everything a guest addresses, in bytes; also the smallest `sector-size`.
@@ -39,8 +41,10 @@ pub struct Capabilities {
     pub discard: bool,
     /// `discard-granularity`, in bytes.
     pub discard_granularity: u32,
-    /// A discarded range reads as zeroes afterwards.
-    pub discard_zeroes: bool,
+    /// `discard-alignment`: where the first such unit starts, in bytes.
+    pub discard_alignment: u32,
+    /// DISCARD is also served so that the data can't be had back (`discard-secure`).
+    pub secure_discard: bool,
     /// Refuses everything that modifies; its descriptors are open read-only.
     pub readonly: bool,
 }

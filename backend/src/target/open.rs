@@ -3,6 +3,7 @@
 //! lock that its description holds. Never creates, truncates or waits for anything.
 
 use std::io;
+use std::ops::Range;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
@@ -10,9 +11,10 @@ use rustix::fs::{FileType, Mode, OFlags, SeekFrom, StatxFlags};
 
 use super::spec::Kind;
 use super::{
-    Capabilities, Geometry, SECTOR, TargetError, TargetSpec, WorkerTarget, WorkerTargetKind, script,
+    Capabilities, Geometry, SECTOR, TargetError, TargetSpec, WorkerTarget, WorkerTargetKind,
+    device, script,
 };
-use crate::worker::engine;
+use crate::syscalls;
 
 /// How a target is opened.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -150,12 +152,19 @@ impl OpenedTarget {
         Ok((self.worker.clone(), fds))
     }
 
-    /// Whether no I/O of worker `slot` can still reach the target: its process is gone, and so is
+    /// Whether no I/O of the process with this fence can still reach the target: it is gone, and so is
     /// every request it had under way. Poll this before its pages are reused or `Closed` is written.
-    pub fn fence_free(&self, slot: u32) -> io::Result<bool> {
+    pub fn fence_free(&self, fence: u64) -> io::Result<bool> {
+        self.fences_free(fence..fence + 1)
+    }
+
+    /// The same of all processes whose fences have one of these numbers, at least one.
+    pub fn fences_free(&self, fences: Range<u64>) -> io::Result<bool> {
         match &self.base {
             Base::Nothing => Ok(true),
-            Base::File { file, .. } | Base::Script { file, .. } => fence_free(file.as_fd(), slot),
+            Base::File { file, .. } | Base::Script { file, .. } => {
+                syscalls::ofd_unlocked(file.as_fd(), FENCE + fences.start..FENCE + fences.end)
+            }
         }
     }
 
@@ -165,7 +174,7 @@ impl OpenedTarget {
             return Ok(None);
         };
         let stat = rustix::fs::fstat(file)?;
-        let block = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
+        let block = device::is_block_device(&stat);
         let (major, minor) = (
             rustix::fs::major(stat.st_rdev),
             rustix::fs::minor(stat.st_rdev),
@@ -190,16 +199,13 @@ impl std::fmt::Display for OpenedTarget {
 
 /// First byte of the fences: far beyond any data, so that no other program's range lock meets them.
 const FENCE: u64 = 1 << 40;
+/// Fences are numbered from 0 to this, excluded.
+pub const FENCES: u64 = 1 << 40;
 
-/// Takes worker `slot`'s fence: an open-file-description read lock (a read lock works on read-only
+/// Takes the fence numbered `fence`: an open-file-description read lock (a read lock works on read-only
 /// descriptors) that lasts until the last request using this description has ended.
-pub(crate) fn take_fence(file: BorrowedFd<'_>, slot: u32) -> io::Result<()> {
-    engine::ofd_read_lock(file, FENCE + u64::from(slot))
-}
-
-/// Whether no open file description of `file`'s inode other than this one holds worker `slot`'s fence.
-pub fn fence_free(file: BorrowedFd<'_>, slot: u32) -> io::Result<bool> {
-    engine::ofd_unlocked(file, FENCE + u64::from(slot))
+pub(crate) fn take_fence(file: BorrowedFd<'_>, fence: u64) -> io::Result<()> {
+    syscalls::ofd_read_lock(file, FENCE + fence)
 }
 
 struct Raw {
@@ -247,26 +253,30 @@ fn open_raw(path: &Path, mode: OpenMode) -> Result<Raw, TargetError> {
         source,
     })?;
     let size = size_of(&file, &value)?;
-    let block = FileType::from_raw_mode(stat.st_mode) == FileType::BlockDevice;
-    let (logical, physical) = if block {
-        let logical = rustix::fs::ioctl_blksszget(&file).map_err(at("read its sector size"))?;
-        let physical = rustix::fs::ioctl_blkpbszget(&file).map_err(at("read its sector size"))?;
-        (logical.max(512), physical.max(512))
-    } else {
-        (512, 512)
-    };
-    let granularity = u32::try_from(stat.st_blksize).unwrap_or(4096).max(logical);
-    Ok(Raw {
-        direct: takes_direct(&file, size),
+    let direct = takes_direct(&file, size);
+    let mut raw = Raw {
+        direct,
         file,
-        geometry: Geometry {
-            size,
-            sector_size: 512,
-            physical_sector_size: physical,
-        },
-        discard_unit: logical,
-        capabilities: capabilities(if block { physical } else { granularity }),
-    })
+        geometry: sectors_of_512(size),
+        discard_unit: 512,
+        capabilities: capabilities(u32::try_from(stat.st_blksize).unwrap_or(4096).max(512)),
+    };
+    if device::is_block_device(&stat) {
+        let limits = device::limits(&raw.file, &stat).map_err(|source| TargetError::Io {
+            value,
+            doing: "read its sector size",
+            source,
+        })?;
+        raw.geometry.physical_sector_size = limits.physical_sector;
+        raw.discard_unit = limits.logical_sector;
+        raw.capabilities = Capabilities {
+            discard: limits.discard,
+            secure_discard: limits.secure_discard,
+            discard_alignment: limits.discard_alignment,
+            ..capabilities(limits.discard_granularity)
+        };
+    }
+    Ok(raw)
 }
 
 /// The capacity of a file or block device; only whole sectors make a disk.
@@ -339,12 +349,12 @@ fn sectors_of_512(size: u64) -> Geometry {
 }
 
 fn capabilities(discard_granularity: u32) -> Capabilities {
-    let (flush, discard, discard_zeroes) = (true, true, true);
     Capabilities {
-        flush,
-        discard,
+        flush: true,
+        discard: true,
         discard_granularity,
-        discard_zeroes,
+        discard_alignment: 0,
+        secure_discard: false,
         readonly: false,
     }
 }

@@ -12,6 +12,7 @@ use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
+use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::{Errno, retry_on_intr};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendFlags, SocketAddrUnix,
@@ -21,6 +22,8 @@ use serde::{Deserialize, Serialize};
 
 use super::TargetError;
 use super::serve::{self, Target};
+use super::upkeep::{self, Upkeep};
+use crate::flusher::wire::Chore;
 use crate::worker::engine::{Engine, Io, Tag};
 
 /// Longest packet.
@@ -60,6 +63,14 @@ pub struct Ask {
     pub offset: u64,
     /// Bytes; 0 for a flush.
     pub len: u64,
+}
+
+impl Ask {
+    fn send(&self, socket: &OwnedFd) -> io::Result<()> {
+        let packet = serde_json::to_vec(self)?;
+        rustix::net::send(socket, &packet, SendFlags::NOSIGNAL)?;
+        Ok(())
+    }
 }
 
 /// What is to happen to an operation.
@@ -123,6 +134,21 @@ pub(super) fn connect(path: &Path) -> Result<(OwnedFd, OwnedFd), TargetError> {
     Ok((socket, file))
 }
 
+/// The next answer on `socket`, or `None` while there is none.
+fn answer(socket: &OwnedFd) -> io::Result<Option<Answer>> {
+    let mut packet = [0u8; MAX_PACKET];
+    let received =
+        retry_on_intr(|| rustix::net::recv(socket, &mut packet[..], RecvFlags::DONTWAIT));
+    match received {
+        Ok((0, _)) => Err(io::ErrorKind::UnexpectedEof.into()),
+        Ok((len, _)) => Ok(Some(serde_json::from_slice(
+            packet.get(..len).unwrap_or_default(),
+        )?)),
+        Err(Errno::AGAIN) => Ok(None),
+        Err(error) => Err(error.into()),
+    }
+}
+
 /// The worker's side: each operation waits here for its verdict.
 #[derive(Debug)]
 pub(super) struct ScriptTarget {
@@ -146,17 +172,14 @@ impl ScriptTarget {
         let (op, offset, len) = match io {
             Io::Read { offset, buffer } => (OpKind::Read, *offset, u64::from(buffer.len())),
             Io::Write { offset, buffer } => (OpKind::Write, *offset, u64::from(buffer.len())),
-            Io::Sync => (OpKind::Flush, 0, 0),
-            Io::Discard { offset, len } => (OpKind::Discard, *offset, *len),
         };
-        let packet = serde_json::to_vec(&Ask {
+        let ask = Ask {
             id,
             op,
             offset,
             len,
-        })?;
-        rustix::net::send(&self.socket, &packet, SendFlags::NOSIGNAL)?;
-        Ok(())
+        };
+        ask.send(&self.socket)
     }
 
     fn decide(&mut self, engine: &mut Engine, answer: Answer) {
@@ -190,19 +213,10 @@ impl Target for ScriptTarget {
     }
 
     fn readable(&mut self, engine: &mut Engine) -> io::Result<()> {
-        let mut packet = [0u8; MAX_PACKET];
         loop {
-            let answer = match rustix::net::recv(&self.socket, &mut packet[..], RecvFlags::DONTWAIT)
-            {
-                Ok((0, _)) => Err(io::ErrorKind::UnexpectedEof.into()),
-                Ok((len, _)) => serde_json::from_slice(packet.get(..len).unwrap_or_default())
-                    .map_err(Into::into),
-                Err(Errno::INTR) => continue,
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(error) => Err(error.into()),
-            };
-            match answer {
-                Ok(answer) => self.decide(engine, answer),
+            match answer(&self.socket) {
+                Ok(Some(answer)) => self.decide(engine, answer),
+                Ok(None) => return Ok(()),
                 Err(error) => {
                     for (_, (tag, io)) in self.asked.drain() {
                         engine.complete(tag, io, Err(Errno::IO));
@@ -215,5 +229,59 @@ impl Target for ScriptTarget {
 
     fn identity(&self) -> (u64, u64) {
         serve::inode(&self.file)
+    }
+}
+
+/// The flusher's side: waits for each verdict.
+#[derive(Debug)]
+pub(super) struct ScriptUpkeep {
+    socket: OwnedFd,
+    file: upkeep::File,
+    next_id: u64,
+}
+
+impl ScriptUpkeep {
+    pub(super) fn new(socket: OwnedFd, file: upkeep::File) -> Self {
+        Self {
+            socket,
+            file,
+            next_id: 0,
+        }
+    }
+
+    fn ask(&mut self, chore: Chore) -> io::Result<Verdict> {
+        let id = self.next_id;
+        self.next_id += 1;
+        let (op, offset, len) = match chore {
+            Chore::Flush => (OpKind::Flush, 0, 0),
+            Chore::Discard { offset, len, .. } => (OpKind::Discard, offset, len),
+        };
+        let ask = Ask {
+            id,
+            op,
+            offset,
+            len,
+        };
+        ask.send(&self.socket)?;
+        loop {
+            match answer(&self.socket)? {
+                Some(answer) if answer.id == id => return Ok(answer.verdict),
+                Some(_) => {}
+                None => {
+                    let mut fds = [PollFd::new(&self.socket, PollFlags::IN)];
+                    retry_on_intr(|| poll(&mut fds, None))?;
+                }
+            }
+        }
+    }
+}
+
+impl Upkeep for ScriptUpkeep {
+    fn perform(&mut self, chore: Chore) -> Result<(), Errno> {
+        // The test is gone, or doesn't read what it is asked.
+        match self.ask(chore).map_err(|_| Errno::IO)? {
+            Verdict::Go => self.file.perform(chore),
+            Verdict::Fail(errno) => Err(Errno::from_raw_os_error(errno)),
+        }
     }
 }

@@ -1,4 +1,5 @@
-//! Targets on the worker's side: what starts operations and reports their end.
+//! Targets on the worker's side: what starts reads and writes and reports their end. What else there
+//! is to do to a target is [`upkeep`](super::upkeep)'s, in another process.
 
 use std::fmt::Debug;
 use std::io;
@@ -17,9 +18,6 @@ use crate::worker::engine::{Engine, Io, Tag};
 ///   its buffer, in any order; until then the buffer is the target's.
 /// * `Ok` means all of it: a short transfer is an error.
 /// * After a failed write its range holds anything, and no byte outside has changed.
-/// * After `Io::Sync` is `Ok`, every write that was `Ok` before the sync started, on any description
-///   of the same storage, survives loss of power as far as the storage can promise it.
-/// * After `Io::Discard` is `Ok` the range reads as zeroes. EOPNOTSUPP: nothing was discarded.
 /// * A target opened read-only changes nothing, whatever it is asked.
 /// * The fence (`target::take_fence`) lasts until the last operation of this description has ended.
 pub(crate) trait Target: Debug {
@@ -44,11 +42,11 @@ pub(crate) trait Target: Debug {
 }
 
 /// Takes over what [`OpenedTarget::incarnation`](super::OpenedTarget::incarnation) made and locks
-/// the fence of worker `slot` on it.
+/// the fence numbered `fence` on it.
 pub(crate) fn attach(
     target: &WorkerTarget,
     fds: Vec<OwnedFd>,
-    slot: u32,
+    fence: u64,
 ) -> io::Result<Box<dyn Target>> {
     let mut fds = fds.into_iter();
     let mut next = || {
@@ -59,12 +57,12 @@ pub(crate) fn attach(
         WorkerTargetKind::Null => Box::new(Null),
         WorkerTargetKind::File => {
             let file = next()?;
-            open::take_fence(file.as_fd(), slot)?;
+            open::take_fence(file.as_fd(), fence)?;
             Box::new(File { file })
         }
         WorkerTargetKind::Script => {
             let (socket, file) = (next()?, next()?);
-            open::take_fence(file.as_fd(), slot)?;
+            open::take_fence(file.as_fd(), fence)?;
             Box::new(ScriptTarget::new(socket, file))
         }
     })

@@ -1,8 +1,7 @@
-//! The contract of [`Target`], held against every implementation.
+//! The contracts of [`Target`] and [`Upkeep`], held against every implementation.
 
 use std::fs::File;
 use std::io::{Read, Write};
-use std::os::fd::AsFd;
 use std::os::unix::fs::FileExt;
 use std::path::Path;
 use std::time::Duration;
@@ -12,27 +11,33 @@ use xenblk_grants::Slab;
 
 use super::script::disk::ScriptedDisk;
 use super::serve::{self, Target};
-use super::{OpenMode, OpenedTarget, TargetSpec, fence_free, open};
+use super::upkeep::{self, Upkeep};
+use super::{FENCES, OpenMode, OpenedTarget, TargetSpec, open};
+use crate::flusher::wire::Chore;
 use crate::worker::engine::{Engine, Event, Io, SlabKey, Source, Tag};
 
 const SIZE: u64 = 4 << 20;
 const LIMIT: Option<Duration> = Some(Duration::from_secs(30));
 
-/// One description of a target, driven as a worker drives it.
+/// Two descriptions of a target, driven as a worker and as a flusher drive theirs.
 struct Driven {
     target: Box<dyn Target>,
+    upkeep: Box<dyn Upkeep>,
     slab: SlabKey,
     engine: Engine,
 }
 
 impl Driven {
-    fn new(opened: &OpenedTarget, slot: u32) -> Self {
+    fn new(opened: &OpenedTarget, fence: u64) -> Self {
         let (worker, fds) = opened.incarnation().unwrap();
-        let target = serve::attach(&worker, fds, slot).unwrap();
+        let target = serve::attach(&worker, fds, fence).unwrap();
+        let (worker, fds) = opened.incarnation().unwrap();
+        let upkeep = upkeep::attach(&worker, fds, fence).unwrap();
         let mut engine = Engine::new().unwrap();
         let slab = engine.add_slab(Slab::reserve(4 << 20).unwrap());
         let mut driven = Self {
             target,
+            upkeep,
             slab,
             engine,
         };
@@ -82,6 +87,15 @@ impl Driven {
             }
             (other, _) => panic!("{other:?}"),
         }
+    }
+
+    fn discard(&mut self, offset: u64, len: u64) -> Result<(), Errno> {
+        let secure = false;
+        self.upkeep.perform(Chore::Discard {
+            offset,
+            len,
+            secure,
+        })
     }
 
     fn read(&mut self, offset: u64, len: u32) -> Result<Vec<u8>, Errno> {
@@ -147,7 +161,7 @@ fn what_was_written_is_read_up_to_the_last_sector() {
             [0; 512],
             "{opened}: between the writes"
         );
-        disk.run(Io::Sync).1.unwrap();
+        disk.upkeep.perform(Chore::Flush).unwrap();
     }
 }
 
@@ -156,7 +170,7 @@ fn another_description_of_the_same_target_sees_the_same_bytes() {
     for (opened, keeps, _held) in targets(OpenMode::default()) {
         let (mut one, mut two) = (Driven::new(&opened, 0), Driven::new(&opened, 1));
         one.write(4096, &[9; 1024]).unwrap();
-        one.run(Io::Sync).1.unwrap();
+        one.upkeep.perform(Chore::Flush).unwrap();
         assert_eq!(
             two.read(4096, 1024).unwrap()[0],
             if keeps { 9 } else { 0 },
@@ -204,21 +218,11 @@ fn every_operation_comes_back_once_with_its_tag() {
 #[test]
 fn a_discarded_range_reads_as_zeroes_and_its_neighbours_stay() {
     for (opened, keeps, _held) in targets(OpenMode::default()) {
-        assert!(opened.capabilities().discard && opened.capabilities().discard_zeroes);
+        assert!(opened.capabilities().discard);
         let mut disk = Driven::new(&opened, 0);
         disk.write(0, &[7; 65536]).unwrap();
-        disk.run(Io::Discard {
-            offset: 8192,
-            len: 4096 * 3,
-        })
-        .1
-        .unwrap();
-        disk.run(Io::Discard {
-            offset: SIZE - 4096,
-            len: 4096,
-        })
-        .1
-        .unwrap();
+        disk.discard(8192, 4096 * 3).unwrap();
+        disk.discard(SIZE - 4096, 4096).unwrap();
         let back = disk.read(0, 65536).unwrap();
         for (i, byte) in back.iter().enumerate() {
             let zero = !keeps || (8192..8192 + 4096 * 3).contains(&i);
@@ -235,14 +239,9 @@ fn a_read_only_target_changes_nothing_whatever_it_is_asked() {
         let mut disk = Driven::new(&opened, 0);
         if keeps {
             disk.write(0, &[1; 512]).unwrap_err();
-            disk.run(Io::Discard {
-                offset: 0,
-                len: 4096,
-            })
-            .1
-            .unwrap_err();
+            disk.discard(0, 4096).unwrap_err();
         }
-        disk.run(Io::Sync).1.unwrap();
+        disk.upkeep.perform(Chore::Flush).unwrap();
         assert_eq!(disk.read(0, 512).unwrap(), [0; 512], "{opened}");
     }
 }
@@ -252,16 +251,21 @@ fn the_fence_lasts_as_long_as_the_description() {
     for readonly in [false, true] {
         for (opened, keeps, _held) in targets(OpenMode { readonly }) {
             let one = Driven::new(&opened, 3);
-            let two = Driven::new(&opened, 3);
+            let Driven { target, upkeep, .. } = Driven::new(&opened, 3);
             assert_eq!(opened.fence_free(3).unwrap(), !keeps, "{opened}");
-            assert!(opened.fence_free(4).unwrap(), "{opened}: another worker's");
-            drop(one);
-            assert_eq!(
-                opened.fence_free(3).unwrap(),
-                !keeps,
-                "{opened}: two still runs"
-            );
-            drop(two);
+            assert!(opened.fence_free(4).unwrap(), "{opened}: another's");
+            let others = [opened.fences_free(0..3), opened.fences_free(4..FENCES)];
+            assert!(others.map(Result::unwrap) == [true; 2], "{opened}");
+            assert_eq!(opened.fences_free(0..FENCES).unwrap(), !keeps, "{opened}");
+            for rest in [Box::new(one) as Box<dyn std::any::Any>, Box::new(target)] {
+                drop(rest);
+                assert_eq!(
+                    opened.fence_free(3).unwrap(),
+                    !keeps,
+                    "{opened}: one is left"
+                );
+            }
+            drop(upkeep);
             assert!(opened.fence_free(3).unwrap(), "{opened}");
         }
     }
@@ -350,9 +354,9 @@ fn an_incarnation_is_the_file_that_was_opened_whatever_its_name_leads_to() {
     std::fs::remove_file(&path).unwrap();
     std::fs::write(&path, [2; 4096]).unwrap();
     assert_eq!(Driven::new(&opened, 0).read(0, 512).unwrap(), [1; 512]);
-    let (_, fds) = opened.incarnation().unwrap();
+    let _held = opened.incarnation().unwrap();
     assert!(
-        fence_free(fds[0].as_fd(), 0).unwrap(),
+        opened.fences_free(0..FENCES).unwrap(),
         "a description of its own holds nothing"
     );
 }
@@ -411,10 +415,28 @@ fn a_script_decides_order_and_outcome() {
             None => disk.engine.enter(true, LIMIT).unwrap(),
         }
     }
-    let (_, result) = disk.run(Io::Sync);
-    assert_eq!(
-        result,
-        Err(Errno::IO),
-        "nothing starts any more, and nothing is lost"
-    );
+    let lost = Err(Errno::IO);
+    assert_eq!(disk.write(0, &[0; 512]), lost, "nothing starts any more");
+    assert_eq!(disk.upkeep.perform(Chore::Flush), lost);
+}
+
+/// A secure discard that was carried out as a plain one would be a lie.
+#[test]
+fn what_cannot_discard_securely_refuses_to() {
+    for (opened, keeps, _held) in targets(OpenMode::default()) {
+        assert!(!opened.capabilities().secure_discard, "{opened}");
+        let mut disk = Driven::new(&opened, 0);
+        disk.write(0, &[7; 4096]).unwrap();
+        let (offset, len, secure) = (0, 4096, true);
+        let chore = Chore::Discard {
+            offset,
+            len,
+            secure,
+        };
+        if keeps {
+            let refused = Err(Errno::OPNOTSUPP);
+            assert_eq!(disk.upkeep.perform(chore), refused, "{opened}");
+            assert_eq!(disk.read(0, 4096).unwrap(), [7; 4096], "{opened}");
+        }
+    }
 }

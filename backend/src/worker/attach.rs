@@ -15,17 +15,19 @@ use xenblk_ring::{Abi, BackRing, JournalIdentity, journal_bytes};
 
 use super::engine::Engine;
 use super::ring::{FETCH_LEN, Owned, RingService};
+use super::upkeep::Upkeep;
 use crate::message::{Attach, HostKind, Left, RingId};
 use crate::plan::Rules;
 use crate::stats::{self, Writer};
+use crate::target::WorkerTargetKind;
 use crate::target::serve::{self, Target};
 
 /// What an attach needs besides the message.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Surroundings {
     pub(super) boot_id: [u8; 16],
-    /// The worker's number, for the fence.
-    pub(super) slot: u32,
+    /// The fence to lock on targets.
+    pub(super) fence: u64,
 }
 
 /// A ring that is mapped, and whose port is still to be bound.
@@ -37,6 +39,7 @@ pub(super) struct Unbound {
     grants: Box<dyn GrantTable>,
     events: Box<dyn EventChannels>,
     target: Box<dyn Target>,
+    upkeep: Upkeep,
     slab: Slab,
     fetch: Slab,
     rules: Rules,
@@ -83,7 +86,7 @@ pub(super) fn prepare(
     let slab = bounce(message).map_err(at("reserve bounce memory"))?;
     let fetch = Slab::reserve(FETCH_LEN as usize).map_err(at("reserve bounce memory"))?;
     keep_in_memory(&[journal.lock(), slab.lock(), fetch.lock()]);
-    let target = serve::attach(&message.target, fds.collect(), around.slot)
+    let target = serve::attach(&message.target, fds.collect(), around.fence)
         .map_err(at("take over the target"))?;
 
     let dom = DomId(message.domid);
@@ -106,6 +109,7 @@ pub(super) fn prepare(
         grants,
         events,
         target,
+        upkeep: Upkeep::new(!message.readonly && message.target.kind != WorkerTargetKind::Null),
         slab,
         fetch,
         rules: rules(message),
@@ -163,6 +167,7 @@ impl Unbound {
             events: self.events,
             port,
             target: self.target,
+            upkeep: self.upkeep,
             slab,
             fetch,
             rules: self.rules,
@@ -243,6 +248,7 @@ fn rules(message: &Attach) -> Rules {
         sector_size: target.geometry.sector_size.max(512),
         readonly: message.readonly,
         discard: message.discard,
+        secure_discard: message.secure_discard,
         discard_unit: target.discard_unit.max(512),
         max_indirect_segments: message.max_indirect_segments,
     }

@@ -1,7 +1,9 @@
 //! One io_uring: takes operations that own their memory, gives back completions. It also holds the
 //! rings' bounce slabs, so that memory the kernel was given outlives whatever the kernel does with
-//! it, and the two lock calls that no safe wrapper covers. It decides nothing about requests.
-// UNSAFETY: io_uring takes raw addresses, and fcntl's range locks have no safe wrapper.
+//! it. It decides nothing about requests. Only reads and writes are carried out here: whatever else a
+//! target is asked may keep a thread of the kernel's for as long as the storage likes, and with it this
+//! process' exit and all its rings, so that is `flusher`'s.
+// UNSAFETY: io_uring takes raw addresses.
 #![expect(
     unsafe_code,
     reason = "the one place of the backend that talks to the kernel by address"
@@ -14,7 +16,7 @@ use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 use std::rc::Rc;
 use std::time::Duration;
 
-use io_uring::types::{CancelBuilder, Fd, FsyncFlags, SubmitArgs, Timespec};
+use io_uring::types::{CancelBuilder, Fd, SubmitArgs, Timespec};
 use io_uring::{IoUring, opcode, squeue};
 use rustix::io::Errno;
 use xenblk_grants::{Run, Slab};
@@ -40,24 +42,11 @@ pub(crate) struct Buffer {
     len: u32,
 }
 
-/// One operation on a file. Ranges are bytes; a transfer is as long as its buffer.
+/// One transfer from or to a file, in bytes, as long as its buffer.
 #[derive(Debug)]
 pub(crate) enum Io {
-    Read {
-        offset: u64,
-        buffer: Buffer,
-    },
-    Write {
-        offset: u64,
-        buffer: Buffer,
-    },
-    /// fdatasync.
-    Sync,
-    /// Punch a hole, keeping the size.
-    Discard {
-        offset: u64,
-        len: u64,
-    },
+    Read { offset: u64, buffer: Buffer },
+    Write { offset: u64, buffer: Buffer },
 }
 
 /// Whose completion it is: a ring of the worker and a request of that ring.
@@ -76,6 +65,8 @@ pub(crate) enum Source {
     Port(usize),
     /// The target of a ring.
     Target(usize),
+    /// The flusher's answers to a ring.
+    Flusher(usize),
 }
 
 #[derive(Debug)]
@@ -386,14 +377,6 @@ impl Engine {
                     .offset(offset + u64::from(done))
                     .build()
             }
-            Io::Sync => opcode::Fsync::new(fd).flags(FsyncFlags::DATASYNC).build(),
-            Io::Discard { offset, len } => {
-                let mode = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-                opcode::Fallocate::new(fd, *len)
-                    .offset(*offset)
-                    .mode(mode)
-                    .build()
-            }
         };
         self.queue(entry, key);
     }
@@ -439,7 +422,7 @@ impl Engine {
                     *retries += 1;
                     *retries <= RETRIES
                 }
-                (Ok(0) | Err(_), _) | (_, Io::Sync | Io::Discard { .. }) => false,
+                (Ok(0) | Err(_), _) => false,
                 // A short transfer is no success: the rest is tried, and says why it can't be had.
                 (Ok(bytes), Io::Read { buffer, .. } | Io::Write { buffer, .. }) => {
                     *done = done.saturating_add(*bytes).min(buffer.len);
@@ -455,10 +438,8 @@ impl Engine {
         let result = outcome.map(|_| ());
         self.ready.push_back(match pending {
             Pending::Io { tag, io, done, .. } => {
-                let whole = match &io {
-                    Io::Read { buffer, .. } | Io::Write { buffer, .. } => done == buffer.len,
-                    Io::Sync | Io::Discard { .. } => true,
-                };
+                let (Io::Read { buffer, .. } | Io::Write { buffer, .. }) = &io;
+                let whole = done == buffer.len;
                 // Nothing transferred and no error: the end of the file, where a disk has none.
                 let result = if whole {
                     result
@@ -523,41 +504,6 @@ fn tolerate(error: io::Error) -> io::Result<()> {
         Some(libc::ETIME | libc::EINTR | libc::EBUSY | libc::EAGAIN) => Ok(()),
         _ => Err(error),
     }
-}
-
-fn byte_lock(kind: libc::c_int, byte: u64) -> io::Result<libc::flock> {
-    let kind = libc::c_short::try_from(kind).map_err(io::Error::other)?;
-    let start = libc::off_t::try_from(byte).map_err(io::Error::other)?;
-    Ok(libc::flock {
-        l_type: kind,
-        l_whence: 0,
-        l_start: start,
-        l_len: 1,
-        l_pid: 0,
-    })
-}
-
-/// Takes a read lock on one byte for `file`'s open file description (F_OFD_SETLK).
-pub(crate) fn ofd_read_lock(file: BorrowedFd<'_>, byte: u64) -> io::Result<()> {
-    let lock = byte_lock(libc::F_RDLCK, byte)?;
-    // SAFETY: F_OFD_SETLK reads one `struct flock`; `lock` is one and outlives the call.
-    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_SETLK, &raw const lock) };
-    if rc == 0 {
-        Ok(())
-    } else {
-        Err(io::Error::last_os_error())
-    }
-}
-
-/// Whether no other open file description holds any lock on the byte (F_OFD_GETLK).
-pub(crate) fn ofd_unlocked(file: BorrowedFd<'_>, byte: u64) -> io::Result<bool> {
-    let mut lock = byte_lock(libc::F_WRLCK, byte)?;
-    // SAFETY: F_OFD_GETLK reads and writes one `struct flock`; `lock` is one, borrowed mutably.
-    let rc = unsafe { libc::fcntl(file.as_raw_fd(), libc::F_OFD_GETLK, &raw mut lock) };
-    if rc != 0 {
-        return Err(io::Error::last_os_error());
-    }
-    Ok(i32::from(lock.l_type) == libc::F_UNLCK)
 }
 
 #[cfg(test)]

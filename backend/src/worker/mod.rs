@@ -8,13 +8,18 @@ mod copies;
 pub(crate) mod engine;
 mod ring;
 mod timers;
+mod upkeep;
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
 use std::process::ExitCode;
 use std::time::{Duration, Instant};
 
+use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::retry_on_intr;
+
 use crate::channel::{Channel, Message, RecvError, SendError, WorkerEnd};
+use crate::flusher;
 use crate::message::{Command, Left, Report, RingId, VERSION};
 use attach::Surroundings;
 use binding::Unbounds;
@@ -25,14 +30,45 @@ use timers::Timers;
 /// How long reports wait for a supervisor that doesn't read before they are sent again.
 const REPORT_RETRY: Duration = Duration::from_millis(10);
 
-/// Serves rings until the supervisor says [`Shutdown`](Command::Shutdown) or closes its end of the
-/// channel; then finishes what was consumed, detaches every ring and returns. The error is one line
-/// for the administrator.
+/// What the supervisor's first message says: a worker's life or a flusher's. A worker serves rings until
+/// the supervisor says [`Shutdown`](Command::Shutdown) or closes its end of the channel; then it finishes
+/// what was consumed, detaches every ring and returns. The error is one line for the administrator.
 pub fn run(channel: WorkerEnd) -> Result<(), String> {
     run_with(channel, Box::new(|_| {}))
 }
 
 fn run_with(channel: WorkerEnd, set_level: SetLevel) -> Result<(), String> {
+    match first(&channel)? {
+        None => Ok(()),
+        Some(Message {
+            body:
+                Command::HelloFlusher {
+                    version,
+                    fence,
+                    target,
+                },
+            fds,
+        }) => flusher::run(channel, version, fence, &target, fds),
+        Some(hello) => work(channel, hello, set_level),
+    }
+}
+
+/// The first message, or nothing if the supervisor is gone before it sent one.
+fn first(channel: &WorkerEnd) -> Result<Option<Message<Command>>, String> {
+    loop {
+        match channel.try_recv() {
+            Ok(Some(message)) => return Ok(Some(message)),
+            Ok(None) => {
+                let mut fds = [PollFd::new(channel, PollFlags::IN)];
+                retry_on_intr(|| poll(&mut fds, None)).map_err(|error| format!("poll: {error}"))?;
+            }
+            Err(RecvError::Closed) => return Ok(None),
+            Err(error) => return Err(error.to_string()),
+        }
+    }
+}
+
+fn work(channel: WorkerEnd, hello: Message<Command>, set_level: SetLevel) -> Result<(), String> {
     let engine = Engine::new().map_err(|error| {
         format!("io_uring can't be used: {error}; expected Linux 6.1 or newer that permits it")
     })?;
@@ -46,11 +82,12 @@ fn run_with(channel: WorkerEnd, set_level: SetLevel) -> Result<(), String> {
         channel,
         set_level,
         reports: VecDeque::new(),
-        slot: None,
+        fence: None,
         boot_id,
         ending: false,
         supervisor_gone: false,
     };
+    worker.obey(hello)?;
     worker.receive()?;
     worker.run()
 }
@@ -58,7 +95,7 @@ fn run_with(channel: WorkerEnd, set_level: SetLevel) -> Result<(), String> {
 /// Changes how much the process logs.
 pub type SetLevel = Box<dyn FnMut(tracing::Level)>;
 
-/// A worker process' whole life. `channel` is the descriptor of
+/// The whole life of a worker's or flusher's process. `channel` is the descriptor of
 /// [`process_pair`](crate::channel::process_pair), usually [`inherited`](crate::channel::inherited);
 /// `set_level` is called when the supervisor wants more or less logged.
 pub fn main(channel: OwnedFd, set_level: SetLevel) -> ExitCode {
@@ -114,7 +151,7 @@ struct Worker {
     /// Reports not yet sent; a few for each ring.
     reports: VecDeque<Report>,
     /// From [`Command::Hello`].
-    slot: Option<u32>,
+    fence: Option<u64>,
     boot_id: [u8; 16],
     ending: bool,
     supervisor_gone: bool,
@@ -170,7 +207,7 @@ impl Worker {
                 ..
             } => self.receive()?,
             Event::Woken {
-                source: source @ (Source::Port(at) | Source::Target(at)),
+                source: source @ (Source::Port(at) | Source::Target(at) | Source::Flusher(at)),
                 result,
             } => {
                 if let Some(Some(place)) = self.rings.get_mut(at) {
@@ -202,6 +239,9 @@ impl Worker {
         if let Some(reason) = news.failed {
             self.reports.push_back(Report::Failed { ring, reason });
         }
+        if news.flusher_wanted {
+            self.reports.push_back(Report::FlusherWanted { ring });
+        }
         if let Some(reason) = news.flush_failed {
             self.reports.push_back(Report::FlushFailed { ring, reason });
         }
@@ -220,10 +260,11 @@ impl Worker {
         if place.ring.phase != Phase::Draining || !place.ring.is_drained() {
             return;
         }
-        if place.ring.armed || place.ring.watching {
+        if place.ring.armed || place.ring.watching || place.ring.listening {
             if !std::mem::replace(&mut place.closing, true) {
                 self.engine.cancel(Source::Port(at));
                 self.engine.cancel(Source::Target(at));
+                self.engine.cancel(Source::Flusher(at));
             }
             return;
         }
@@ -259,6 +300,10 @@ impl Worker {
                     }
                     self.supervisor_gone = true;
                     self.end();
+                    // Nobody is left who could start one.
+                    for at in 0..self.rings.len() {
+                        self.connect(at, None);
+                    }
                 }
             }
         }
@@ -267,7 +312,7 @@ impl Worker {
 
     fn obey(&mut self, message: Message<Command>) -> Result<(), String> {
         match message.body {
-            Command::Hello { version, slot } => {
+            Command::Hello { version, fence } => {
                 self.reports.push_back(Report::Ready { version: VERSION });
                 if version != VERSION {
                     self.send_reports();
@@ -275,7 +320,7 @@ impl Worker {
                         "the supervisor speaks version {version} of the messages, expected {VERSION}"
                     ));
                 }
-                self.slot = Some(slot);
+                self.fence = Some(fence);
             }
             Command::Attach(attach) => {
                 let ring = attach.ring;
@@ -296,13 +341,21 @@ impl Worker {
                     place.ring.flush_failed = true;
                 }
             }
+            Command::Flusher { ring } => {
+                if let Some(at) = self.find(ring) {
+                    self.connect(at, message.fds.into_iter().next());
+                }
+            }
+            Command::HelloFlusher { .. } | Command::Serve => {
+                return Err("a message for a flusher".into());
+            }
             Command::Shutdown => self.end(),
         }
         Ok(())
     }
 
     fn attach(&mut self, attach: &crate::message::Attach, fds: Vec<OwnedFd>) -> Result<(), String> {
-        let slot = self.slot.ok_or("attach before hello")?;
+        let fence = self.fence.ok_or("attach before hello")?;
         if self.ending {
             return Err("the worker is shutting down".into());
         }
@@ -311,7 +364,7 @@ impl Worker {
         }
         let around = Surroundings {
             boot_id: self.boot_id,
-            slot,
+            fence,
         };
         self.unbound.add(attach::prepare(around, attach, fds)?);
         self.bind_due();
@@ -344,6 +397,13 @@ impl Worker {
         let wanted =
             |place: &Option<Place>| place.as_ref().is_some_and(|at| at.ring.own.id == ring);
         self.rings.iter().position(wanted)
+    }
+
+    fn connect(&mut self, at: usize, flusher: Option<OwnedFd>) {
+        if let Some(Some(place)) = self.rings.get_mut(at) {
+            place.ring.own.upkeep.connect(flusher);
+        }
+        self.mark(at);
     }
 
     fn drain(&mut self, at: usize) {

@@ -26,6 +26,7 @@ use xenblk_ring::{BackRing, Corrupt, Request, Status, Token};
 
 use super::copies::Copies;
 use super::engine::{Buffer, Engine, Io, SlabKey, Source, Tag};
+use super::upkeep::Upkeep;
 use crate::inflight::{InFlight, Started};
 use crate::message::RingId;
 use crate::plan::{Plan, Rules, Step, Transfer};
@@ -59,6 +60,7 @@ pub(super) enum Turn {
 pub(super) struct News {
     pub(super) failed: Option<String>,
     pub(super) flush_failed: Option<String>,
+    pub(super) flusher_wanted: bool,
 }
 
 /// What a ring owns: made by [`attach`](super::attach), given back when it is closed.
@@ -72,6 +74,7 @@ pub(super) struct Owned {
     pub(super) events: Box<dyn EventChannels>,
     pub(super) port: Port,
     pub(super) target: Box<dyn Target>,
+    pub(super) upkeep: Upkeep,
     /// Bounce memory.
     pub(super) slab: SlabKey,
     /// Where descriptors of indirect requests are copied to.
@@ -96,6 +99,8 @@ pub(super) struct RingService {
     port_word: Rc<Cell<u32>>,
     /// The target's descriptor is being watched.
     pub(super) watching: bool,
+    /// The flusher's answers are being waited for.
+    pub(super) listening: bool,
     target_gone: bool,
     /// A flush failed: what was written may be lost, so no later FLUSH or WRITE may succeed.
     pub(super) flush_failed: bool,
@@ -132,6 +137,7 @@ impl RingService {
             storm: Storm::default(),
             port_word: Rc::new(Cell::new(0)),
             watching: false,
+            listening: false,
             target_gone: false,
             flush_failed: false,
             waiting: VecDeque::new(),
@@ -153,6 +159,7 @@ impl RingService {
             self.fetch(engine);
         }
         self.launch(engine);
+        self.end_chores(engine);
         let answered = self.answer();
         self.watch(engine);
         // What waits may have waited for what this turn gave back.
@@ -219,7 +226,7 @@ impl RingService {
         }) = self.waiting.front()
         {
             let plan = *plan;
-            if self.flush_failed && !matches!(plan, Plan::Read(_) | Plan::Discard(_)) {
+            if self.flush_failed && !matches!(plan, Plan::Read(_) | Plan::Discard(..)) {
                 if let Some(Waiting { token, .. }) = self.waiting.pop_front() {
                     self.finish(token, Status::Error);
                 }
@@ -298,37 +305,69 @@ impl RingService {
         let Some(request) = self.started.get_mut(slot) else {
             return;
         };
-        let io = match (request.plan.step(request.step), &mut request.buffer) {
-            (Some(Step::Read(transfer)), buffer) => buffer.take().map(|buffer| Io::Read {
+        let io = match (request.plan.step(request.step), request.buffer.take()) {
+            (Some(Step::Read(transfer)), Some(buffer)) => Io::Read {
                 offset: transfer.offset(),
                 buffer,
-            }),
-            (Some(Step::Write(transfer)), buffer) => buffer.take().map(|buffer| Io::Write {
+            },
+            (Some(Step::Write(transfer)), Some(buffer)) => Io::Write {
                 offset: transfer.offset(),
                 buffer,
-            }),
-            (Some(Step::Flush), _) => Some(Io::Sync),
-            (Some(Step::Discard(range)), _) => Some(Io::Discard {
-                offset: range.offset(),
-                len: range.len(),
-            }),
-            (None, _) => None,
-        };
-        let Some(io) = io else {
-            return self.end(engine, slot, Status::Error);
+            },
+            (Some(Step::Chore(chore)), buffer) => {
+                request.buffer = buffer;
+                self.count(Counter::TargetOps, 1);
+                return self.own.upkeep.start(slot, chore);
+            }
+            (Some(Step::Read(_) | Step::Write(_)), None) | (None, _) => {
+                return self.end(engine, slot, Status::Error);
+            }
         };
         self.count(Counter::TargetOps, 1);
-        self.own.target.start(
-            engine,
-            Tag {
-                ring: self.own.place,
-                request: slot,
-            },
-            io,
-        );
+        let (ring, request) = (self.own.place, slot);
+        self.own.target.start(engine, Tag { ring, request }, io);
     }
 
-    /// A step is over.
+    /// Goes on with the requests whose flush or discard is over.
+    fn end_chores(&mut self, engine: &mut Engine) {
+        while let Some(ended) = self.own.upkeep.next() {
+            match ended.result {
+                Err(errno) if ended.flush => {
+                    if !self.flush_failed {
+                        self.flush_failed = true;
+                        self.news.flush_failed = Some(format!("flushing failed: {errno}"));
+                    }
+                    self.end(engine, ended.slot, Status::Error);
+                }
+                Err(Errno::OPNOTSUPP) => self.end(engine, ended.slot, Status::NotSupported),
+                Err(_) => self.end(engine, ended.slot, Status::Error),
+                // It ran beside the one that failed, and its success may only mean that the error had
+                // been reported already.
+                Ok(()) if ended.flush && self.flush_failed => {
+                    self.end(engine, ended.slot, Status::Error);
+                }
+                Ok(()) => self.go_on(engine, ended.slot),
+            }
+        }
+        self.news.flusher_wanted |= self.own.upkeep.wants_flusher();
+        let since = self.own.upkeep.flushing_since();
+        self.own.stats.set(Counter::FlushingSince, since);
+    }
+
+    /// A step of the request in `slot` has succeeded.
+    fn go_on(&mut self, engine: &mut Engine, slot: usize) {
+        let Some(request) = self.started.get_mut(slot) else {
+            return;
+        };
+        request.step += 1;
+        if request.plan.step(request.step).is_some() {
+            self.step(engine, slot);
+        } else {
+            self.end(engine, slot, Status::Okay);
+        }
+    }
+
+    /// A transfer is over.
     pub(super) fn stepped(
         &mut self,
         engine: &mut Engine,
@@ -339,36 +378,14 @@ impl RingService {
         let Some(request) = self.started.get_mut(slot) else {
             return;
         };
-        let (is_read, is_flush) = (matches!(io, Io::Read { .. }), matches!(io, Io::Sync));
-        if let Io::Read { buffer, .. } | Io::Write { buffer, .. } = io {
-            request.buffer = Some(buffer);
-        }
-        let plan = request.plan;
+        let is_read = matches!(io, Io::Read { .. });
+        let (Io::Read { buffer, .. } | Io::Write { buffer, .. }) = io;
+        request.buffer = Some(buffer);
         match result {
-            Err(errno) if is_flush => {
-                if !self.flush_failed {
-                    self.flush_failed = true;
-                    self.news.flush_failed = Some(format!("flushing failed: {errno}"));
-                }
-                self.end(engine, slot, Status::Error);
-            }
-            Err(Errno::OPNOTSUPP) if matches!(plan, Plan::Discard(_)) => {
-                self.end(engine, slot, Status::NotSupported);
-            }
             Err(_) => self.end(engine, slot, Status::Error),
-            // It ran beside the one that failed, and its success may only mean that the error had
-            // been reported already.
-            Ok(()) if is_flush && self.flush_failed => self.end(engine, slot, Status::Error),
             // Its data goes out with the others' of this turn.
             Ok(()) if is_read => self.read.push(slot),
-            Ok(()) => {
-                request.step += 1;
-                if plan.step(request.step).is_some() {
-                    self.step(engine, slot);
-                } else {
-                    self.end(engine, slot, Status::Okay);
-                }
-            }
+            Ok(()) => self.go_on(engine, slot),
         }
     }
 
@@ -411,7 +428,7 @@ impl RingService {
         if status == Status::Okay {
             let (counter, bytes) = match request.plan {
                 Plan::Read(transfer) => (Counter::BytesRead, u64::from(transfer.len())),
-                Plan::Discard(range) => (Counter::BytesDiscarded, range.len()),
+                Plan::Discard(range, _) => (Counter::BytesDiscarded, range.len()),
                 plan => {
                     let written = plan.transfer().map_or(0, Transfer::len);
                     (Counter::BytesWritten, u64::from(written))
@@ -479,6 +496,12 @@ impl RingService {
     }
 
     fn watch(&mut self, engine: &mut Engine) {
+        if !self.listening
+            && let Some(fd) = self.own.upkeep.watched()
+        {
+            engine.poll(fd, Source::Flusher(self.own.place));
+            self.listening = true;
+        }
         if self.watching || self.target_gone || (self.phase == Phase::Draining && self.is_drained())
         {
             return;
@@ -514,6 +537,10 @@ impl RingService {
                     self.target_gone = true;
                     self.fail(format!("the target is gone: {error}"));
                 }
+            }
+            Source::Flusher(_) => {
+                self.listening = false;
+                self.own.upkeep.readable();
             }
             Source::Channel => {}
         }

@@ -516,7 +516,8 @@ impl<'a> Senseless<'a> {
     }
 
     fn reconnect(&mut self) {
-        let new = self.world.offer(&disk("memory:1M"), &self.terms);
+        let target = disk("memory:1M");
+        let new = self.world.offer(&target, &self.terms);
         let (front, attach, fds) = new;
         let old = std::mem::replace(&mut self.front, front);
         let_go(self.world, old, self.lied);
@@ -524,6 +525,7 @@ impl<'a> Senseless<'a> {
             body: Command::Attach(Box::new(attach)),
             fds,
         });
+        self.world.give_flusher(&mut self.front, &target);
         let report = self.world.report();
         assert!(matches!(report, Report::Attached { .. }), "{report:?}");
         self.lied = false;

@@ -216,7 +216,7 @@ fn a_worker_refuses_a_supervisor_of_another_version() {
     supervisor
         .send(Command::Hello {
             version: VERSION + 1,
-            slot: 0,
+            fence: 0,
         })
         .unwrap();
     let problem = worker.join().unwrap().unwrap_err();

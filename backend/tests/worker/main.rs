@@ -3,6 +3,7 @@
 mod attack;
 mod beginning;
 mod ending;
+mod flushing;
 mod hostile;
 mod service;
 mod sharing;

@@ -11,6 +11,7 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
+use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 use xenblk_grants::fake::{DomainWords, FakeDomain, FakeHost, FakeXen, Gfn};
 use xenblk_grants::{Access, DomId, GrantRef, Port, SharedPages};
 use xenblk_ring::{
@@ -63,21 +64,27 @@ pub(crate) struct Terms {
     pub(crate) pages: u32,
     pub(crate) readonly: bool,
     pub(crate) discard: bool,
+    /// Whether the worker is given a flusher before it asks for one.
+    pub(crate) flusher: bool,
     pub(crate) bounce_bytes: u64,
     pub(crate) max_indirect: u16,
 }
 
+impl Terms {
+    pub(crate) const DEFAULT: Self = Self {
+        abi: Abi::X86_64,
+        pages: 1,
+        readonly: false,
+        discard: true,
+        flusher: true,
+        bounce_bytes: 4 << 20,
+        max_indirect: 256,
+    };
+}
+
 impl Default for Terms {
     fn default() -> Self {
-        let (abi, pages, readonly, discard) = (Abi::X86_64, 1, false, true);
-        Self {
-            abi,
-            pages,
-            readonly,
-            discard,
-            bounce_bytes: 4 << 20,
-            max_indirect: 256,
-        }
+        Self::DEFAULT
     }
 }
 
@@ -142,7 +149,7 @@ impl World {
         };
         world.command(Command::Hello {
             version: VERSION,
-            slot: 0,
+            fence: 0,
         });
         assert!(matches!(world.report(), Report::Ready { version: VERSION }));
         world
@@ -245,6 +252,7 @@ impl World {
             bounce_bytes: terms.bounce_bytes,
             readonly: terms.readonly,
             discard: terms.discard,
+            secure_discard: false,
             host: HostKind::Fake,
             target: worker_target,
             incarnation: 1,
@@ -263,6 +271,7 @@ impl World {
             refs,
             stats: Reader::new(page),
             asked: HashMap::new(),
+            flusher: None,
             next_id: 0x1234_5678_9abc_0000,
         };
         (front, attach, fds)
@@ -278,17 +287,34 @@ impl World {
         target: &OpenedTarget,
         terms: &Terms,
     ) -> Front {
-        let (front, attach, fds) = self.offer_of(guest, target, terms);
+        let (mut front, attach, fds) = self.offer_of(guest, target, terms);
         self.command(Message {
             body: Command::Attach(Box::new(attach)),
             fds,
         });
+        if terms.flusher {
+            self.give_flusher(&mut front, target);
+        }
         let report = self.report();
         assert!(
             matches!(report, Report::Attached { ring } if ring == front.id),
             "{report:?}"
         );
         front
+    }
+
+    /// Gives a ring a flusher of its own.
+    pub(crate) fn give_flusher(&self, front: &mut Front, target: &OpenedTarget) {
+        let flusher = Flusher::start(target);
+        self.connect(front, &flusher);
+        front.flusher = Some(flusher);
+    }
+
+    /// Connects a ring to a flusher.
+    pub(crate) fn connect(&self, front: &Front, flusher: &Flusher) {
+        let body = Command::Flusher { ring: front.id };
+        let fds = vec![flusher.socket()];
+        self.command(Message { body, fds });
     }
 
     /// Detaches a ring whose I/O can end, and checks that nothing of it is left anywhere.
@@ -320,6 +346,39 @@ impl Drop for World {
     }
 }
 
+/// A target's flusher in a thread of its own.
+pub(crate) struct Flusher(SupervisorEnd);
+
+impl Flusher {
+    pub(crate) fn start(target: &OpenedTarget) -> Self {
+        let (supervisor, end) = thread_pair().unwrap();
+        std::thread::spawn(move || xenblkd::worker::run(end));
+        let (worker_target, fds) = target.incarnation().unwrap();
+        let body = Command::HelloFlusher {
+            version: VERSION,
+            fence: 1000,
+            target: worker_target,
+        };
+        supervisor.send(Message { body, fds }).unwrap();
+        Self(supervisor)
+    }
+
+    /// A ring's end of a new connection.
+    fn socket(&self) -> OwnedFd {
+        let (ours, theirs) = flusher_sockets();
+        let body = Command::Serve;
+        let fds = vec![theirs];
+        self.0.send(Message { body, fds }).unwrap();
+        ours
+    }
+}
+
+/// A ring's end of a connection to a flusher, and the flusher's.
+pub(crate) fn flusher_sockets() -> (OwnedFd, OwnedFd) {
+    let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+    socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap()
+}
+
 /// A granted page of the guest.
 #[derive(Clone, Copy)]
 pub(crate) struct Page {
@@ -348,6 +407,8 @@ pub(crate) struct Front {
     port_fd: OwnedFd,
     pub(crate) refs: Vec<GrantRef>,
     stats: Reader,
+    /// A flusher for this ring alone. It ends with this and the ring.
+    flusher: Option<Flusher>,
     /// Operations by id, as their responses have to echo them.
     asked: HashMap<u64, u8>,
     next_id: u64,
@@ -506,6 +567,16 @@ impl Front {
             }
             let _ = rustix::io::read(&self.port_fd, &mut [0u8; 8]);
         }
+    }
+
+    /// Requests not answered.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.asked.len()
+    }
+
+    /// Whoever started the ring's flusher dies.
+    pub(crate) fn lose_flushers_supervisor(&mut self) {
+        self.flusher = None;
     }
 
     /// Waits for `count` responses of a guest that doesn't care what they say.

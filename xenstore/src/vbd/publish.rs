@@ -33,13 +33,15 @@ pub struct DeviceProperties {
     pub discard: Option<DiscardProperties>,
 }
 
-/// `discard-granularity` and `discard-alignment`.
+/// `discard-granularity`, `discard-alignment` and `discard-secure`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct DiscardProperties {
     /// Smallest unit that is really freed, in bytes.
     pub granularity: u32,
     /// Offset of the first such unit, in bytes.
     pub alignment: u32,
+    /// Data can be discarded so that it can't be had back.
+    pub secure: bool,
 }
 
 type Keys = Vec<(&'static str, String)>;
@@ -93,7 +95,7 @@ pub fn device_keys(device: &DeviceProperties, queues: u32) -> Keys {
     if let Some(discard) = device.discard {
         keys.push(("discard-granularity", discard.granularity.to_string()));
         keys.push(("discard-alignment", discard.alignment.to_string()));
-        keys.push(("discard-secure", flag(false)));
+        keys.push(("discard-secure", flag(discard.secure)));
     }
     keys
 }
@@ -250,6 +252,7 @@ mod tests {
              feature-flush-cache=1 feature-barrier=0 feature-persistent=0 feature-discard=0"
         );
         device.discard = Some(DiscardProperties {
+            secure: false,
             granularity: 4096,
             alignment: 512,
         });
