@@ -136,10 +136,11 @@ impl Store {
             .unwrap()
     }
 
-    /// A device at InitWait with these `params`, and what `add` makes of it.
+    /// A device at InitWait with these `params`, whose target is open, and what `add` makes of it.
     fn add(&self, params: &str) -> Output {
         self.write("params", params);
         self.write("state", "2");
+        self.write("target-status", "open");
         self.script(BACKEND, "add")
     }
 }
@@ -222,6 +223,18 @@ fn the_daemons_reason_is_the_scripts() {
         assert_eq!(store.read("hotplug-error").as_deref(), Some(told));
         assert_eq!(store.read("physical-device-path"), None);
     }
+}
+
+/// A server that doesn't answer, say.
+#[test]
+fn a_target_that_is_not_open_yet_is_not_connected() {
+    let store = Store::in_files();
+    store.write("params", "/srv/a.img");
+    store.write("state", "2");
+    assert_eq!(store.script(BACKEND, "add").status.code(), Some(1));
+    assert_eq!(store.read("hotplug-status").as_deref(), Some("error"));
+    let told = store.read("hotplug-error").unwrap();
+    assert_eq!(told, "the target is still being opened after 30 seconds");
 }
 
 #[test]

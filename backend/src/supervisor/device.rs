@@ -16,8 +16,9 @@ use xenblk_xenstore::xenbus::{self, Action, Situation, State, Target};
 use xenblk_xenstore::{Client, Error, Tx};
 
 use super::board::{Board, Posted};
+use super::claim::Claim;
 use super::connection::{Change, Connection, RingSetup, await_fences};
-use super::disk::{Disk, is_script_to_come};
+use super::disk::{Disk, is_script_to_come, is_set_up};
 use super::fences::Fences;
 use super::guest_log::GuestLog;
 use super::host::Host;
@@ -31,6 +32,9 @@ use closing::Closing;
 /// bad one at once. libxl waits ten seconds for InitWait; a slow target must not use them up.
 const GRACE: Duration = Duration::from_secs(1);
 
+/// How often it is looked whether another backend of the same disks is still there.
+const RIVAL_POLL: Duration = Duration::from_secs(1);
+
 /// When a turn that XenStore refused is taken again.
 const RETRY: Duration = Duration::from_millis(500);
 
@@ -38,6 +42,7 @@ const RETRY: Duration = Duration::from_millis(500);
 #[derive(Clone, Debug)]
 pub(super) struct Common {
     pub(super) host: Arc<Host>,
+    pub(super) claim: Arc<Claim>,
     pub(super) workers: Workers,
     /// What flushers are started from.
     pub(super) program: WorkerProgram,
@@ -78,6 +83,10 @@ pub(super) struct Device {
     /// What the connection is being closed for.
     closing: Option<Closing>,
     trouble: Option<Trouble>,
+    /// Who else serves this device; then it is left alone.
+    rival: Option<String>,
+    /// Our hotplug script knows that the target is open.
+    script_told: bool,
     /// For the `error` node, of a device that goes on all the same.
     notice: Option<String>,
     /// Whether workers of an earlier supervisor may still have I/O under way; unknown before the first look.
@@ -117,6 +126,8 @@ impl Device {
             connection: None,
             closing: None,
             trouble: None,
+            rival: None,
+            script_told: false,
             notice: None,
             predecessor: None,
             predecessor_since: None,
@@ -169,7 +180,9 @@ impl Device {
     /// Waits for anything that could change the next turn.
     async fn wait(&mut self, retry: bool) {
         let retry_at = retry.then(|| Instant::now() + RETRY);
-        let timer = [retry_at, self.held, self.late_at()]
+        // Nothing tells when it goes.
+        let rival = self.rival.is_some().then(|| Instant::now() + RIVAL_POLL);
+        let timer = [retry_at, self.held, self.late_at(), rival]
             .into_iter()
             .flatten()
             .min();
@@ -255,10 +268,14 @@ impl Device {
         look: &Look,
         keys: &BackendKeys,
     ) -> Result<Turn, Error> {
+        if self.connection.is_none() && self.stands_back(client).await? {
+            return Ok(Turn::Wait);
+        }
         // Before the trouble may be forgotten, and for what the look brings.
         self.post_error(client).await?;
         self.reconsider(look, keys);
         self.post_error(client).await?;
+        self.tell_script(client, keys).await?;
         let broken = self.connection.as_ref().is_some_and(Connection::is_broken);
         let target = if self.is_for_script_to_tell(look, keys) {
             Target::NotYet
@@ -302,6 +319,7 @@ impl Device {
         }
         match action {
             Action::Wait => Ok(Turn::Wait),
+            Action::PublishInitWait if !is_set_up(self.path.kind, keys) => Ok(Turn::Wait),
             Action::PublishInitWait if self.hold(look) => Ok(Turn::Wait),
             Action::PublishInitWait => self.publish(client, look.ours, State::InitWait).await,
             Action::Connect => self.connect(client, keys).await,
@@ -309,6 +327,33 @@ impl Device {
             Action::Disconnect { then } => self.close(client, look.ours, then).await,
             Action::Remove => Ok(Turn::Gone),
         }
+    }
+
+    /// Whether somebody else serves the directory: nothing of it is touched then, and its state least of
+    /// all, which is the other's to write. The remedy goes where the toolstack looks.
+    async fn stands_back(&mut self, client: &Client) -> Result<bool, Error> {
+        let rival = self.common.claim.rival();
+        if rival != self.rival {
+            match &rival {
+                Some(reason) => {
+                    self.complain(reason);
+                    vbd::report_error(client, &self.path, reason).await?;
+                    vbd::report_hotplug_error(client, &self.path, reason).await?;
+                }
+                None => self.clear_error(client).await?,
+            }
+        }
+        self.rival = rival;
+        Ok(self.rival.is_some())
+    }
+
+    /// Lets our script end well, which waits for the target as long as the toolstack lets it.
+    async fn tell_script(&mut self, client: &Client, keys: &BackendKeys) -> Result<(), Error> {
+        if !self.script_told && self.disk.target().is_some() && is_script_to_come(keys) {
+            vbd::report_target_open(client, &self.path).await?;
+            self.script_told = true;
+        }
+        Ok(())
     }
 
     /// What the look means for the target and for earlier trouble.
@@ -333,7 +378,7 @@ impl Device {
         }
         let wanted = look.ours.online || self.predecessor == Some(true);
         if wanted && self.connection.is_none() {
-            self.disk.choose(keys);
+            self.disk.choose(self.path.kind, keys);
         }
         if let Some(reason) = self.disk.failure().map(str::to_owned)
             && self.trouble.is_none()
@@ -491,7 +536,9 @@ impl Device {
     fn post(&self, state: &str) {
         let keys = self.keys.as_ref();
         let trouble = self.trouble.as_ref().map(|trouble| trouble.reason.as_str());
-        let error = trouble.or(self.connection.as_ref().and_then(Connection::degraded));
+        let error = trouble
+            .or(self.rival.as_deref())
+            .or(self.connection.as_ref().and_then(Connection::degraded));
         let disk = DiskStatus {
             domid: self.path.domid,
             devid: self.path.devid,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use tokio::task::JoinHandle;
-use xenblk_xenstore::vbd::BackendKeys;
+use xenblk_xenstore::vbd::{BackendKeys, Kind};
 use xenblk_xenstore::xenbus::Target;
 
 use crate::target::{self, OpenMode, OpenedTarget, TargetSpec};
@@ -20,6 +20,8 @@ enum Source {
     Params(Option<String>),
     /// Somebody else's script has yet to set it up.
     Awaited,
+    /// The script has failed, for this reason: the toolstack has given the disk up.
+    Refused(String),
     /// The block device such a script has set up, and where it says that is.
     Device {
         number: (u32, u32),
@@ -28,11 +30,17 @@ enum Source {
 }
 
 impl Source {
-    fn of(keys: &BackendKeys) -> Self {
-        match (&keys.script, keys.hotplug_status.as_deref()) {
-            (None, _) => Self::Params(keys.params.clone()),
-            (Some(_), _) if has_our_script(keys) => Self::Params(keys.params.clone()),
-            (Some(_), Some("connected")) => {
+    fn of(kind: Kind, keys: &BackendKeys) -> Self {
+        // xapi's scripts are not named in the directory.
+        let scripted = keys.script.is_some() || kind == Kind::Vbd3;
+        match keys.hotplug_status.as_deref() {
+            Some("error") if scripted => Self::Refused(
+                keys.hotplug_error
+                    .clone()
+                    .unwrap_or_else(|| "the hotplug script failed without a reason".to_owned()),
+            ),
+            _ if !scripted || has_our_script(keys) => Self::Params(keys.params.clone()),
+            Some("connected") => {
                 match (keys.physical_device, &keys.physical_device_path) {
                     (Some(number), path) => Self::Device {
                         number,
@@ -43,7 +51,7 @@ impl Source {
                     (None, None) => Self::Params(keys.params.clone()),
                 }
             }
-            (Some(_), _) => Self::Awaited,
+            _ => Self::Awaited,
         }
     }
 }
@@ -55,6 +63,12 @@ fn has_our_script(keys: &BackendKeys) -> bool {
 /// Whether our script has yet to run: what is wrong with the target until then, it tells the toolstack.
 pub(super) fn is_script_to_come(keys: &BackendKeys) -> bool {
     has_our_script(keys) && keys.hotplug_status.is_none()
+}
+
+/// Whether InitWait may be shown, as far as the toolstack's order goes: libxl runs its scripts only then,
+/// xapi has run its own before, and hangs if InitWait is there first.
+pub(super) fn is_set_up(kind: Kind, keys: &BackendKeys) -> bool {
+    kind == Kind::Vbd || keys.hotplug_status.as_deref() == Some("connected")
 }
 
 /// A device's target.
@@ -87,8 +101,8 @@ impl Disk {
     }
 
     /// Begins to open what the directory names, unless that is what there is already.
-    pub(super) fn choose(&mut self, keys: &BackendKeys) {
-        let choice = (Source::of(keys), keys.readonly);
+    pub(super) fn choose(&mut self, kind: Kind, keys: &BackendKeys) {
+        let choice = (Source::of(kind, keys), keys.readonly);
         if self.chosen.as_ref() == Some(&choice) {
             return;
         }
@@ -99,6 +113,7 @@ impl Disk {
                 Stage::Failed("params is missing, expected what to serve".to_owned())
             }
             Source::Awaited => Stage::Absent,
+            Source::Refused(reason) => Stage::Failed(reason),
             Source::Device { number, path } => {
                 let (major, minor) = number;
                 let path = path.unwrap_or_else(|| format!("/dev/block/{major}:{minor}"));
@@ -214,7 +229,17 @@ mod tests {
         device: Option<(u32, u32)>,
         path: Option<&str>,
     ) -> Source {
-        Source::of(&BackendKeys {
+        source_of(Kind::Vbd, script, status, device, path)
+    }
+
+    fn source_of(
+        kind: Kind,
+        script: Option<&str>,
+        status: Option<&str>,
+        device: Option<(u32, u32)>,
+        path: Option<&str>,
+    ) -> Source {
+        let keys = BackendKeys {
             frontend: "/f".to_owned(),
             params: Some("P".to_owned()),
             readonly: false,
@@ -225,7 +250,11 @@ mod tests {
             hotplug_status: status.map(str::to_owned),
             physical_device: device,
             physical_device_path: path.map(str::to_owned),
-        })
+            hotplug_error: status
+                .filter(|status| *status == "error")
+                .map(|_| "why".to_owned()),
+        };
+        Source::of(kind, &keys)
     }
 
     #[test]
@@ -245,7 +274,9 @@ mod tests {
             source(foreign, None, Some((7, 0)), Some("/dev/loop0")),
             Source::Awaited
         );
-        assert_eq!(source(foreign, Some("error"), None, None), Source::Awaited);
+        let refused = Source::Refused("why".to_owned());
+        assert_eq!(source(foreign, Some("error"), None, None), refused);
+        assert_eq!(source(ours, Some("error"), None, None), refused);
         let device = |path: Option<&str>| Source::Device {
             number: (7, 0),
             path: path.map(str::to_owned),
@@ -261,6 +292,25 @@ mod tests {
             params("raw:/a:b")
         );
         assert_eq!(source(foreign, connected, None, None), params("P"));
+    }
+
+    #[test]
+    fn xapis_scripts_run_first_and_are_named_nowhere() {
+        let of = |status, device, path| source_of(Kind::Vbd3, None, status, device, path);
+        assert_eq!(of(None, None, None), Source::Awaited);
+        let (number, path) = ((253, 2), None);
+        assert_eq!(
+            of(Some("connected"), Some(number), None),
+            Source::Device { number, path }
+        );
+        assert_eq!(
+            of(Some("connected"), None, None),
+            Source::Params(Some("P".to_owned()))
+        );
+        assert_eq!(
+            of(Some("error"), None, None),
+            Source::Refused("why".to_owned())
+        );
     }
 
     #[test]

@@ -26,9 +26,6 @@ pub(super) enum Host {
     Fake(xenblk_grants::fake::FakeHost),
 }
 
-/// Exists while a kernel backend is loaded that claims the same directories as we do.
-const BLKBACK: &str = "/sys/bus/xen-backend/drivers/vbd";
-
 impl Host {
     /// Checks that the source can be used at all, so that a missing driver is one line at start and not
     /// one per disk.
@@ -42,10 +39,6 @@ impl Host {
                 sys::open_gntdev().map_err(failed(sys::GNTDEV, "xen-gntdev"))?;
                 // To see whether it is there; the domain does not matter.
                 sys::open_evtchn(DomId(0)).map_err(failed(sys::EVTCHN, "xen-evtchn"))?;
-                if std::path::Path::new(BLKBACK).exists() {
-                    let reason = "the kernel's xen-blkback is loaded and serves the same disks; expected it absent";
-                    return Err(io_error(BLKBACK.to_owned(), io::Error::other(reason)));
-                }
                 Ok(Self::Xen)
             }
             #[cfg(feature = "fake")]

@@ -2,6 +2,7 @@
 //! on workers and answers on the control socket. It never touches a request's data; that is `worker`'s.
 
 mod board;
+mod claim;
 mod connection;
 mod control_socket;
 mod device;
@@ -21,7 +22,7 @@ use std::future::Future;
 use std::io;
 use std::path::PathBuf;
 
-use xenblk_xenstore::vbd;
+use xenblk_xenstore::vbd::{self, Kind};
 
 pub use handle::{Handle, Load};
 pub use host::HostSource;
@@ -44,6 +45,11 @@ pub struct Options {
     pub control: Option<PathBuf>,
     /// What is offered to guests and reserved for them.
     pub limits: Limits,
+    /// Which backend directories are served.
+    pub kind: Kind,
+    /// A path that exists while the kernel's xen-blkback is loaded, which serves every `vbd`; absent where
+    /// there is no such kernel.
+    pub blkback: Option<PathBuf>,
 }
 
 /// What a worker is.
@@ -59,6 +65,11 @@ pub enum WorkerProgram {
     },
     /// A thread of this process, for tests.
     Threads,
+}
+
+impl Options {
+    /// Where a Linux kernel lists its xen-blkback.
+    pub const BLKBACK: &str = claim::BLKBACK;
 }
 
 impl WorkerProgram {
@@ -129,6 +140,9 @@ pub enum SupervisorError {
         /// What the system said.
         source: io::Error,
     },
+    /// Somebody else serves the same disks.
+    #[error("{0}")]
+    Claimed(String),
     /// XenStore could not be used.
     #[error("XenStore at {}: {source}", path.display())]
     Store {

@@ -15,6 +15,7 @@ use xenblk_xenstore::vbd::{BackendPath, Kind};
 use xenblk_xenstore::{Client, Error, Event, Events, Tx};
 
 use super::board::Board;
+use super::claim::Claim;
 use super::control_socket::ControlSocket;
 use super::device::{Common, Device};
 use super::fences::Fences;
@@ -58,11 +59,15 @@ impl Service {
     /// Opens everything that must be there from the start.
     pub(super) async fn start(options: Options) -> Result<Self, SupervisorError> {
         let host = Arc::new(Host::find(&options.host)?);
+        let claim = Claim::new(options.kind, options.blkback);
+        if let Some(rival) = claim.rival() {
+            return Err(SupervisorError::Claimed(rival));
+        }
         let failed = |source| SupervisorError::Store {
             path: options.store.clone(),
             source,
         };
-        let (client, events) = connect(&options.store).await.map_err(failed)?;
+        let (client, events) = connect(&options.store, claim.kind).await.map_err(failed)?;
         let domid = client
             .read_optional(Tx::NONE, "domid")
             .await
@@ -101,6 +106,7 @@ impl Service {
             log_level,
             common: Common {
                 host,
+                claim: Arc::new(claim),
                 workers,
                 program: options.program,
                 fences,
@@ -175,7 +181,7 @@ impl Service {
         self.session.send_replace(None);
         let (mut pause, longest) = BACKOFF;
         let (client, events) = loop {
-            match connect(&self.store).await {
+            match connect(&self.store, self.common.claim.kind).await {
                 Ok(connected) => break connected,
                 Err(error) => debug!(%error, "XenStore cannot be reached"),
             }
@@ -234,7 +240,7 @@ impl Service {
         let Some(Session { client, .. }) = self.session.borrow().clone() else {
             return Ok(());
         };
-        let root = Kind::Vbd.root();
+        let root = self.common.claim.kind.root();
         for domid in children(&client, &root).await? {
             let domain = format!("{root}/{domid}");
             for devid in children(&client, &domain).await? {
@@ -265,13 +271,13 @@ impl Service {
     }
 }
 
-async fn connect(store: &Path) -> Result<(Client, Events), Error> {
+async fn connect(store: &Path, kind: Kind) -> Result<(Client, Events), Error> {
     let (client, events) = Client::connect(store).await?;
     if let Err(error) = client.watch(RELEASE_DOMAIN, RELEASED).await {
         // A driver domain may not be allowed to; vanished directories tell as well, if later.
         warn!(%error, "cannot watch {RELEASE_DOMAIN}");
     }
-    client.watch(&Kind::Vbd.root(), DEVICES).await?;
+    client.watch(&kind.root(), DEVICES).await?;
     Ok((client, events))
 }
 

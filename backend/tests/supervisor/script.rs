@@ -12,16 +12,32 @@ use rustix::net::{
 };
 use xenblkd::target::script::{GREETING, Greeting};
 
-/// Listens at `path` with a disk of one MiB. Connections wait until something is sent on the returned
-/// channel, or it is dropped.
-pub(crate) fn listen(path: &Path) -> Sender<()> {
+fn bound(path: &Path) -> OwnedFd {
     let flags = SocketFlags::CLOEXEC;
     let socket =
         rustix::net::socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None).unwrap();
     rustix::net::bind(&socket, &SocketAddrUnix::new(path).unwrap()).unwrap();
     rustix::net::listen(&socket, 16).unwrap();
+    socket
+}
+
+/// Listens at `path` with a disk of one MiB. Connections wait until something is sent on the returned
+/// channel, or it is dropped.
+pub(crate) fn listen(path: &Path) -> Sender<()> {
+    let socket = bound(path);
     let (go, gate) = channel();
     std::thread::spawn(move || serve(&socket, &gate));
+    go
+}
+
+/// Listens at `path`, accepts nothing, and is gone when the returned sender is used or dropped.
+pub(crate) fn hang_up(path: &Path) -> Sender<()> {
+    let socket = bound(path);
+    let (go, gate) = channel();
+    std::thread::spawn(move || {
+        let _: Result<(), _> = gate.recv();
+        drop(socket);
+    });
     go
 }
 

@@ -8,6 +8,7 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use xenblk_grants::fake::{FakeXen, Snapshot};
 use xenblk_xenstore::fake::Server;
+use xenblk_xenstore::vbd::Kind;
 use xenblk_xenstore::{Access, Client, Error, Permission, Tx};
 use xenblkd::control::{self, DiskStatus, Request, Response};
 use xenblkd::supervisor::{HostSource, Limits, Options, SupervisorError, WorkerProgram, run};
@@ -50,6 +51,8 @@ impl World {
             workers: 2,
             control: Some(dir.path().join("control")),
             limits: Limits::default(),
+            kind: Kind::Vbd,
+            blkback: Some(dir.path().join("blkback")),
         };
         Self {
             dir,

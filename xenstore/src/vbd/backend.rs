@@ -23,13 +23,15 @@ pub struct BackendKeys {
     pub script: Option<String>,
     /// `hotplug-status`: what the script has said; `connected` when it is done.
     pub hotplug_status: Option<String>,
+    /// `hotplug-error`: why the script, or we, could not set the disk up.
+    pub hotplug_error: Option<String>,
     /// `physical-device`: the block device a script has set up, major and minor.
     pub physical_device: Option<(u32, u32)>,
     /// `physical-device-path`: where that device, or a plain file, is.
     pub physical_device_path: Option<String>,
 }
 
-const KEYS: [&str; 11] = [
+const KEYS: [&str; 12] = [
     "frontend",
     "frontend-id",
     "params",
@@ -39,6 +41,7 @@ const KEYS: [&str; 11] = [
     "removable",
     "script",
     "hotplug-status",
+    "hotplug-error",
     "physical-device",
     "physical-device-path",
 ];
@@ -68,6 +71,7 @@ fn parse(domid: u16, values: [Option<Vec<u8>>; KEYS.len()]) -> Result<BackendKey
         removable,
         script,
         hotplug_status,
+        hotplug_error,
         physical_device,
         physical_device_path,
     ] = values.map(|value| value.filter(|value| !value.is_empty()));
@@ -99,6 +103,8 @@ fn parse(domid: u16, values: [Option<Vec<u8>>; KEYS.len()]) -> Result<BackendKey
         removable: flag("removable", removable.as_deref(), false)?,
         script: text("script", script)?.map(file_name),
         hotplug_status: text("hotplug-status", hotplug_status)?,
+        // Only shown: what isn't text is no reason to refuse the disk.
+        hotplug_error: hotplug_error.map(|value| String::from_utf8_lossy(&value).into_owned()),
         physical_device: physical_device
             .map(|value| {
                 device_number(&value).ok_or_else(|| {
@@ -162,6 +168,7 @@ mod tests {
             "0",
             "/etc/xen/scripts/block",
             "connected",
+            "",
             "fe:0",
             "/dev/vdd",
         ];
@@ -184,6 +191,7 @@ mod tests {
             removable: false,
             script: Some("block".to_owned()),
             hotplug_status: Some("connected".to_owned()),
+            hotplug_error: None,
             physical_device: Some((0xfe, 0)),
             physical_device_path: Some("/dev/vdd".to_owned()),
         };

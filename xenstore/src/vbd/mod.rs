@@ -14,7 +14,7 @@ pub use backend::{BackendKeys, read_backend};
 pub use frontend::{FrontendRings, Limits, Protocol, QueueKeys, read_frontend};
 pub use publish::{
     Believed, DeviceProperties, DiscardProperties, Outcome, device_keys, publish, read_believed,
-    read_state, report_error, report_hotplug_error, transport_keys,
+    read_state, report_error, report_hotplug_error, report_target_open, transport_keys,
 };
 
 use crate::error::{Error, escape};

@@ -188,6 +188,12 @@ pub async fn report_error(client: &Client, path: &BackendPath, text: &str) -> Re
     client.write(Tx::NONE, &path.error_key(), text).await
 }
 
+/// Tells our hotplug script that the target is open, in `target-status`. Nothing is written if the
+/// directory is gone.
+pub async fn report_target_open(client: &Client, path: &BackendPath) -> Result<(), Error> {
+    write_if_there(client, path, "target-status", "open").await
+}
+
 /// Leaves the reason where the toolstack shows it to whoever attaches the disk: `hotplug-error` in the
 /// backend directory. Nothing is written if the directory is gone, which would bring it back.
 pub async fn report_hotplug_error(
@@ -195,12 +201,21 @@ pub async fn report_hotplug_error(
     path: &BackendPath,
     text: &str,
 ) -> Result<(), Error> {
+    write_if_there(client, path, "hotplug-error", text).await
+}
+
+async fn write_if_there(
+    client: &Client,
+    path: &BackendPath,
+    key: &str,
+    value: &str,
+) -> Result<(), Error> {
     client
         .transact(async |client: Client, tx| {
             if read_believed(&client, tx, path).await?.is_none() {
                 return Ok(());
             }
-            client.write(tx, &path.key("hotplug-error"), text).await
+            client.write(tx, &path.key(key), value).await
         })
         .await
 }

@@ -9,6 +9,7 @@ use std::str::FromStr;
 
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Unexpected, Visitor};
+use xenblk_xenstore::vbd::Kind;
 use xenblkd::supervisor::{Limits, MAX_WORKERS};
 
 /// Read if it exists and no other file is named.
@@ -30,6 +31,8 @@ pub(crate) struct Config {
     pub(crate) log_level: LogLevel,
     /// The socket or device of XenStore; looked for if absent.
     xenstore: Option<AbsolutePath>,
+    /// Which backend directories are served.
+    backend_kind: BackendKind,
     /// The folder of the lock and the control socket.
     state_directory: AbsolutePath,
     /// Storage cores; absent: one less than the CPUs online.
@@ -52,6 +55,7 @@ impl Default for Config {
         Self {
             log_level: LogLevel(tracing::Level::INFO),
             xenstore: None,
+            backend_kind: BackendKind(Kind::Vbd),
             state_directory: AbsolutePath("/run/xenblkd".into()),
             workers: None,
             limits: LimitsTable::default(),
@@ -115,6 +119,11 @@ impl Config {
         STORES.into_iter().find(exists).unwrap_or(STORES[0]).into()
     }
 
+    /// Which backend directories are served.
+    pub(crate) fn kind(&self) -> Kind {
+        self.backend_kind.0
+    }
+
     /// The folder of the lock and the control socket.
     pub(crate) fn state_directory(&self) -> &Path {
         &self.state_directory.0
@@ -151,6 +160,7 @@ impl Config {
     pub(crate) fn needs_restart(&self, new: &Self) -> Vec<&'static str> {
         let changed = [
             ("xenstore", self.xenstore != new.xenstore),
+            ("backend-kind", self.backend_kind != new.backend_kind),
             (
                 "state-directory",
                 self.state_directory != new.state_directory,
@@ -211,6 +221,26 @@ impl<'de> Deserialize<'de> for LogLevel {
         let expected = "error, warn, info, debug or trace";
         text.parse()
             .map_err(|_| de::Error::invalid_value(Unexpected::Str(&text), &expected))
+    }
+}
+
+/// `vbd` or `vbd3`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct BackendKind(Kind);
+
+impl<'de> Deserialize<'de> for BackendKind {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let text = String::deserialize(deserializer)?;
+        let known = [Kind::Vbd, Kind::Vbd3];
+        if let Some(kind) = known.into_iter().find(|kind| kind.as_str() == text) {
+            return Ok(Self(kind));
+        }
+        let expected: &dyn de::Expected = if text == "qdisk" {
+            &"vbd or vbd3: for a qdisk, libxl starts QEMU, which would serve the same disk"
+        } else {
+            &"vbd or vbd3"
+        };
+        Err(de::Error::invalid_value(Unexpected::Str(&text), expected))
     }
 }
 
@@ -298,7 +328,7 @@ mod tests {
             .filter(|line| !line.starts_with('#') && line.contains('='));
         assert_eq!(
             keys.count(),
-            8,
+            9,
             "a key is missing from the example, or from this count"
         );
     }
@@ -306,12 +336,13 @@ mod tests {
     #[test]
     fn values_arrive() {
         let config = parse(
-            "log-level = \"debug\"\nxenstore = \"/x\"\nstate-directory = \"/s\"\nworkers = 2\n[limits]\n\
+            "log-level = \"debug\"\nxenstore = \"/x\"\nbackend-kind = \"vbd3\"\nstate-directory = \"/s\"\nworkers = 2\n[limits]\n\
              max-queues = 3\nmax-ring-page-order = 0\nmax-indirect-segments = 32\nbounce-kib-per-ring = 4096\n",
         )
         .unwrap();
         assert_eq!(config.log_level.to_string(), "debug");
         assert_eq!(config.xenstore(Path::new("/")), Path::new("/x"));
+        assert_eq!(config.kind(), Kind::Vbd3);
         assert_eq!(config.state_directory(), Path::new("/s"));
         assert_eq!(config.workers(), 2);
         let expected = Limits {
@@ -332,7 +363,7 @@ mod tests {
             ),
             (
                 "\n\nworker = 2",
-                "F:3: unknown field `worker`, expected one of `log-level`, `xenstore`, `state-directory`, `workers`, `limits`",
+                "F:3: unknown field `worker`, expected one of `log-level`, `xenstore`, `backend-kind`, `state-directory`, `workers`, `limits`",
             ),
             (
                 "workers = 0",
@@ -368,7 +399,16 @@ mod tests {
             ),
             (
                 "[limit]\n",
-                "F:1: unknown field `limit`, expected one of `log-level`, `xenstore`, `state-directory`, `workers`, `limits`",
+                "F:1: unknown field `limit`, expected one of `log-level`, `xenstore`, `backend-kind`, `state-directory`, `workers`, `limits`",
+            ),
+            (
+                "backend-kind = \"tap\"",
+                "F:1: invalid value: string \"tap\", expected vbd or vbd3",
+            ),
+            (
+                "backend-kind = \"qdisk\"",
+                "F:1: invalid value: string \"qdisk\", expected vbd or vbd3: for a qdisk, libxl starts QEMU, \
+                 which would serve the same disk",
             ),
             ("workers = 1\nworkers = 1", "F:2: duplicate key"),
         ];
@@ -412,8 +452,14 @@ mod tests {
     #[test]
     fn a_reload_names_what_it_cannot_change() {
         let old = parse("workers = 1").unwrap();
-        let new = parse("workers = 2\nlog-level = \"debug\"\nstate-directory = \"/x\"").unwrap();
-        assert_eq!(old.needs_restart(&new), ["state-directory", "workers"]);
+        let new = parse(
+            "workers = 2\nlog-level = \"debug\"\nstate-directory = \"/x\"\nbackend-kind = \"vbd3\"",
+        )
+        .unwrap();
+        assert_eq!(
+            old.needs_restart(&new),
+            ["backend-kind", "state-directory", "workers"]
+        );
         assert_eq!(old.needs_restart(&old), [""; 0]);
     }
 }

@@ -73,6 +73,8 @@ fn options(config: &Config, store: PathBuf) -> Options {
         workers: config.workers(),
         control: Some(config.control()),
         limits: config.limits(),
+        kind: config.kind(),
+        blkback: Some(Options::BLKBACK.into()),
     }
 }
 

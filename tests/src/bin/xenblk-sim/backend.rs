@@ -6,6 +6,7 @@ use std::process::ExitCode;
 use tokio::runtime;
 use tokio::sync::oneshot;
 use tracing_subscriber::EnvFilter;
+use xenblk_xenstore::vbd::Kind;
 use xenblkd::supervisor::{HostSource, Limits, Options, WorkerProgram, run};
 
 use crate::cli::Supervisor;
@@ -21,6 +22,8 @@ pub(crate) fn supervisor(args: Supervisor) -> ExitCode {
         workers: args.workers,
         control: Some(args.control),
         limits: Limits::default(),
+        kind: Kind::Vbd,
+        blkback: None,
     };
     let (end, ended) = oneshot::channel::<()>();
     std::thread::spawn(move || {

@@ -9,6 +9,9 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
 use rustix::fs::Access;
+use xenblk_xenstore::vbd::Kind;
+
+use crate::config::Config;
 
 /// Reads below a root folder, `/` outside tests.
 #[derive(Debug)]
@@ -74,6 +77,8 @@ pub(super) type Limit = Option<u64>;
 
 #[derive(Debug)]
 pub(super) struct Facts {
+    /// Which directories are to be served.
+    pub(super) kind: Kind,
     /// `/sys/hypervisor/type`.
     pub(super) hypervisor: Option<String>,
     /// `/sys/hypervisor/guest_type`: PV, PVH or HVM.
@@ -97,8 +102,10 @@ pub(super) struct Facts {
 }
 
 impl Facts {
-    pub(super) fn gather(root: &Root, store: PathBuf, state_directory: &Path) -> Self {
+    pub(super) fn gather(root: &Root, config: &Config) -> Self {
+        let (store, state_directory) = (config.xenstore(root.as_path()), config.state_directory());
         Self {
+            kind: config.kind(),
             hypervisor: root.line("/sys/hypervisor/type"),
             guest_type: root.line("/sys/hypervisor/guest_type"),
             release: root.line("/proc/sys/kernel/osrelease"),

@@ -8,6 +8,7 @@ mod tests;
 use std::fmt::Write as _;
 
 use serde::Serialize;
+use xenblk_xenstore::vbd::Kind;
 
 use crate::config::Config;
 use facts::{Blkback, Facts, Reach};
@@ -50,11 +51,7 @@ pub(crate) struct Finding {
 
 /// Looks at the host below `root` as a daemon with `config` would use it.
 pub(crate) fn findings(root: &Root, config: &Config) -> Vec<Finding> {
-    judge(&Facts::gather(
-        root,
-        config.xenstore(root.as_path()),
-        config.state_directory(),
-    ))
+    judge(&Facts::gather(root, config))
 }
 
 /// Whether something essential is missing.
@@ -138,11 +135,11 @@ fn judge(facts: &Facts) -> Vec<Finding> {
         device("gntdev", "/dev/xen/gntdev", "xen-gntdev", &facts.gntdev),
         device("evtchn", "/dev/xen/evtchn", "xen-evtchn", &facts.evtchn),
         store(facts),
-        owner(&facts.blkback),
+        owner(facts),
         io_uring(facts),
         state_directory(facts),
     ];
-    findings.extend(maptrack(facts.maptrack_frames));
+    findings.push(maptrack(facts));
     findings.extend(limits(facts));
     findings
 }
@@ -214,9 +211,13 @@ fn store(facts: &Facts) -> Finding {
     }
 }
 
-fn owner(blkback: &Blkback) -> Finding {
+fn owner(facts: &Facts) -> Finding {
     const SUBJECT: &str = "backend/vbd";
-    match blkback {
+    if facts.kind == Kind::Vbd3 {
+        let found = "no kernel's; XAPI's tapback serves the same disks: it must not run";
+        return ok("backend/vbd3", found);
+    }
+    match &facts.blkback {
         Blkback::KeptOut => ok(SUBJECT, "free; modprobe.d keeps xen-blkback out"),
         Blkback::MayCome => warning(
             SUBJECT,
@@ -266,18 +267,27 @@ fn state_directory(facts: &Facts) -> Finding {
     }
 }
 
-fn maptrack(frames: Option<u64>) -> Option<Finding> {
-    let frames = frames?;
+fn maptrack(facts: &Facts) -> Finding {
+    let Some(frames) = facts.maptrack_frames else {
+        // Xen's filesystem of parameters may not be compiled in, nor its tool be installed.
+        return ok(
+            "maptrack",
+            format!(
+                "not to be seen here; Xen's default is {MAPTRACK_FRAMES} frames; `xl info` shows in xen_commandline \
+                 whether gnttab_max_maptrack_frames says otherwise"
+            ),
+        );
+    };
     let found = format!(
         "{frames} maptrack frames: {} mapped pages at once, host-wide",
         frames.saturating_mul(128)
     );
-    Some(if frames >= MAPTRACK_FRAMES {
+    if frames >= MAPTRACK_FRAMES {
         ok("maptrack", found)
     } else {
         let remedy = format!("boot Xen with gnttab_max_maptrack_frames={MAPTRACK_FRAMES} or more");
         warning("maptrack", found, remedy)
-    })
+    }
 }
 
 fn limits(facts: &Facts) -> impl Iterator<Item = Finding> {

@@ -1,7 +1,6 @@
 use std::fs;
 use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixListener;
-use std::path::Path;
 
 use super::*;
 
@@ -56,11 +55,7 @@ impl Host {
     fn facts(&self) -> Facts {
         let root = Root::new(self.folder.path());
         let config = Config::default();
-        let mut facts = Facts::gather(
-            &root,
-            config.xenstore(root.as_path()),
-            config.state_directory(),
-        );
+        let mut facts = Facts::gather(&root, &config);
         // The machine the tests run on decides this one.
         facts.io_uring = Ok(());
         facts
@@ -262,6 +257,32 @@ fn kernels_from_6_1_are_taken() {
 }
 
 #[test]
+fn a_host_without_xens_parameters_is_told_where_else_to_look() {
+    let host = Host::good();
+    host.remove("usr/sbin/xenhypfs");
+    let finding = host.finding("maptrack");
+    assert_eq!(finding.verdict, Verdict::Ok);
+    assert!(
+        finding.found.contains("`xl info` shows in xen_commandline"),
+        "{finding:?}"
+    );
+}
+
+/// The kernel has no backend for them.
+#[test]
+fn xapis_disks_are_not_blkbacks() {
+    let host = Host::good();
+    host.write("sys/bus/xen-backend/drivers/vbd/bind", "");
+    assert_eq!(host.finding("backend/vbd").verdict, Verdict::Missing);
+    let mut facts = host.facts();
+    facts.kind = Kind::Vbd3;
+    let findings = judge(&facts);
+    assert!(!is_missing(&findings), "{findings:#?}");
+    let owner = findings.iter().find(|one| one.subject == "backend/vbd3");
+    assert!(owner.unwrap().found.contains("tapback"), "{owner:?}");
+}
+
+#[test]
 fn a_store_that_nobody_listens_on_is_not_usable() {
     let mut host = Host::good();
     host.store = None;
@@ -283,9 +304,10 @@ fn the_state_folder_or_its_parent_must_be_there() {
     let host = Host::good();
     let root = Root::new(host.folder.path());
     let reach = |path: &str| {
-        Facts::gather(&root, "/s".into(), Path::new(path))
-            .state_directory
-            .1
+        let config = host.folder.path().join("config");
+        fs::write(&config, format!("state-directory = {path:?}\n")).unwrap();
+        let config = Config::load(Some(&config)).unwrap();
+        Facts::gather(&root, &config).state_directory.1
     };
     assert_eq!(reach("/run/xenblkd"), Reach::Usable);
     assert_eq!(reach("/nowhere/xenblkd"), Reach::Missing);
