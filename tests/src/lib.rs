@@ -4,6 +4,7 @@
 pub mod backend;
 pub mod disk;
 pub mod frontend;
+pub mod fuzz;
 pub mod latency;
 pub mod load;
 pub mod nbd;
