@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use tempfile::TempDir;
 use xenblk_grants::fake::FakeXen;
 use xenblk_xenstore::fake::Server;
+use xenblk_xenstore::vbd::Kind;
 use xenblkd::control::Response;
 use xenblkd::supervisor::{HostSource, Limits, Options, Supervisor, WorkerProgram};
 
@@ -34,6 +35,8 @@ impl Daemon {
             workers: 1,
             control: Some(at("control")),
             limits: Limits::default(),
+            kind: Kind::Vbd,
+            blkback: None,
         };
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()

@@ -31,7 +31,7 @@ fn replay(name: &str) {
         .into_iter()
         .chain(files(&folder("regressions").join(name)))
     {
-        println!("{}", path.display());
+        eprintln!("{}", path.display());
         (target.run)(&std::fs::read(path).unwrap());
     }
     (target.run)(&[]);
