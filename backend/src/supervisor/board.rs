@@ -7,7 +7,7 @@ use std::time::Instant;
 use parking_lot::Mutex;
 use xenblk_xenstore::vbd::BackendPath;
 
-use super::handle::Load;
+use super::handle::{Load, Waiting};
 use crate::control::{DiskStatus, RingStatus, Status};
 use crate::stats::Reader;
 
@@ -62,6 +62,22 @@ impl Board {
             disks: disks.len(),
             rings,
         }
+    }
+
+    /// The disks that wait for their storage.
+    pub(super) fn waiting(&self) -> Vec<Waiting> {
+        let disks = self.0.lock();
+        let waiting = disks.values().filter_map(|posted| {
+            let since = posted.waiting?;
+            let in_flight = |(_, counters): &(_, Counters)| counters.snapshot().in_flight;
+            Some(Waiting {
+                domid: posted.disk.domid,
+                devid: posted.disk.devid,
+                seconds: since.elapsed().as_secs(),
+                requests: posted.rings.iter().map(in_flight).sum(),
+            })
+        });
+        waiting.collect()
     }
 
     /// Every disk with its rings' counters as they are now.

@@ -1,5 +1,6 @@
 //! What the process around a running supervisor may ask and tell it.
 
+use std::fmt;
 use std::sync::Arc;
 
 use tokio::sync::watch;
@@ -25,6 +26,34 @@ pub struct Load {
     pub rings: usize,
 }
 
+/// A disk that isn't let go yet, because the storage has requests of it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Waiting {
+    /// The frontend's domain.
+    pub domid: u16,
+    /// The virtual device number.
+    pub devid: u32,
+    /// Since when, in seconds.
+    pub seconds: u64,
+    /// Requests unanswered.
+    pub requests: u64,
+}
+
+impl fmt::Display for Waiting {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self {
+            domid,
+            devid,
+            seconds,
+            requests,
+        } = self;
+        write!(
+            f,
+            "domain {domid} vbd {devid} for {seconds} s, {requests} requests"
+        )
+    }
+}
+
 impl Handle {
     /// Changes what is offered to frontends that start from now on; those that have read an offer are
     /// held to it.
@@ -37,6 +66,11 @@ impl Handle {
     /// Makes every worker, running or to come, log so much.
     pub fn set_log_level(&self, level: tracing::Level) {
         self.log_level.send_replace(Some(level.into()));
+    }
+
+    /// The disks that are waited for.
+    pub fn waiting(&self) -> Vec<Waiting> {
+        self.board.waiting()
     }
 
     /// How much is being served now.

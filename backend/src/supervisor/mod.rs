@@ -24,7 +24,7 @@ use std::path::PathBuf;
 
 use xenblk_xenstore::vbd::{self, Kind};
 
-pub use handle::{Handle, Load};
+pub use handle::{Handle, Load, Waiting};
 pub use host::HostSource;
 
 /// Most workers of one supervisor.

@@ -35,6 +35,9 @@ const RELEASE_DOMAIN: &str = "@releaseDomain";
 /// First and longest pause between attempts to reach XenStore again.
 const BACKOFF: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(2));
 
+/// When it is told first what a stop waits for, and how often then.
+const WAIT_TOLD: (Duration, Duration) = (Duration::from_secs(5), Duration::from_secs(30));
+
 /// A running supervisor.
 #[derive(Debug)]
 pub(super) struct Service {
@@ -160,9 +163,19 @@ impl Service {
     async fn stop(mut self) {
         info!(devices = self.devices.len(), "stopping");
         self.stopping.send_replace(true);
-        while let Some(ended) = self.tasks.join_next().await {
-            if let Err(error) = ended {
-                error!(%error, "a device's task failed");
+        let board = Arc::clone(&self.common.board);
+        let first = tokio::time::Instant::now() + WAIT_TOLD.0;
+        let mut tell = tokio::time::interval_at(first, WAIT_TOLD.1);
+        loop {
+            tokio::select! {
+                ended = self.tasks.join_next() => match ended {
+                    Some(Ok(_)) => {}
+                    Some(Err(error)) => error!(%error, "a device's task failed"),
+                    None => break,
+                },
+                _ = tell.tick() => for disk in board.waiting() {
+                    warn!(domid = disk.domid, devid = disk.devid, "still waiting for I/O: {disk}");
+                }
             }
         }
         // The workers end once nobody can give them orders any more.

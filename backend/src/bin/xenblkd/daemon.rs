@@ -8,8 +8,9 @@ use std::time::Duration;
 use anyhow::{Context, anyhow, bail};
 use sd_notify::NotifyState;
 use tokio::signal::unix::{SignalKind, signal};
+use tokio::sync::watch;
 use tracing::{error, info, warn};
-use xenblkd::supervisor::{Handle, HostSource, Options, Supervisor, WorkerProgram};
+use xenblkd::supervisor::{Handle, HostSource, Options, Supervisor, Waiting, WorkerProgram};
 
 use crate::check::{self, Finding, Root, Verdict};
 use crate::config::Config;
@@ -27,19 +28,27 @@ pub(crate) fn run(named: Option<&Path>) -> anyhow::Result<()> {
     let level = logs::start(config.log_level);
     // Held to the end, also while guests' last requests are finished.
     let _lock = Lock::take(config.state_directory())?;
+    let options = options(&config, config.xenstore(root.as_path()));
+    let named = named.map(Path::to_owned);
+    serve_to_the_end(
+        options,
+        Reload {
+            named,
+            config,
+            level,
+        },
+    )
+}
+
+fn serve_to_the_end(options: Options, reload: Reload) -> anyhow::Result<()> {
     let runtime = tokio::runtime::Builder::new_current_thread()
         .enable_all()
         .build();
     let runtime = runtime.context("cannot start the event loop")?;
-    let options = options(&config, config.xenstore(root.as_path()));
-    runtime.block_on(serve(
-        options,
-        Reload {
-            named: named.map(Path::to_owned),
-            config,
-            level,
-        },
-    ))
+    let served = runtime.block_on(serve(options, reload));
+    // A target that is being opened may keep its thread as long as its server likes.
+    runtime.shutdown_background();
+    served
 }
 
 /// The first essential thing that is missing; `xenblkd check` shows them all.
@@ -79,8 +88,8 @@ fn options(config: &Config, store: PathBuf) -> Options {
 }
 
 async fn serve(options: Options, reload: Reload) -> anyhow::Result<()> {
-    let mut terminate = signal(SignalKind::terminate()).context("cannot catch SIGTERM")?;
-    let mut interrupt = signal(SignalKind::interrupt()).context("cannot catch SIGINT")?;
+    let mut stops = stops()?;
+    let mut again = stops.clone();
     let mut hangup = signal(SignalKind::hangup()).context("cannot catch SIGHUP")?;
     // Its text names the cause already.
     let started = Supervisor::start(options).await;
@@ -94,8 +103,7 @@ async fn serve(options: Options, reload: Reload) -> anyhow::Result<()> {
         let mut reload = reload;
         loop {
             tokio::select! {
-                _ = terminate.recv() => break,
-                _ = interrupt.recv() => break,
+                _ = stops.wait_for(|stops| *stops >= 1) => break,
                 _ = hangup.recv() => reload.run(&handle),
             }
         }
@@ -105,8 +113,41 @@ async fn serve(options: Options, reload: Reload) -> anyhow::Result<()> {
             NotifyState::Status("finishing the guests' requests"),
         ]);
     };
-    supervisor.run(shutdown).await;
-    Ok(())
+    tokio::select! {
+        () = supervisor.run(shutdown) => Ok(()),
+        _ = again.wait_for(|stops| *stops >= 2) => Err(given_up(&handle)),
+    }
+}
+
+/// How often TERM or INT has come. From now on neither ends the process by itself.
+fn stops() -> anyhow::Result<watch::Receiver<u32>> {
+    let mut terminate = signal(SignalKind::terminate()).context("cannot catch SIGTERM")?;
+    let mut interrupt = signal(SignalKind::interrupt()).context("cannot catch SIGINT")?;
+    let (count, stops) = watch::channel(0);
+    tokio::spawn(async move {
+        loop {
+            tokio::select! {
+                _ = terminate.recv() => {}
+                _ = interrupt.recv() => {}
+            }
+            count.send_modify(|count| *count += 1);
+        }
+    });
+    Ok(stops)
+}
+
+/// Leaving before the storage has answered does no harm: workers see the end of their channel, finish and
+/// go, and the next daemon waits for them before it serves their disks.
+fn given_up(supervisor: &Handle) -> anyhow::Error {
+    let waiting: Vec<String> = supervisor
+        .waiting()
+        .iter()
+        .map(Waiting::to_string)
+        .collect();
+    anyhow!(
+        "ended by a second signal while waiting for I/O ({}); workers go on until it has ended",
+        waiting.join("; ")
+    )
 }
 
 /// What SIGHUP brings up to date.

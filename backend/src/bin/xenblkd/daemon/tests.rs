@@ -1,12 +1,14 @@
 use std::fs;
-use std::io::ErrorKind;
 use std::os::unix::net::UnixDatagram;
-use std::process::{Child, Command, Stdio};
+use std::process::{self, Child, Stdio};
+use std::sync::mpsc::{Receiver, channel};
 
 use rustix::process::{Pid, Signal, kill_process};
 use xenblk_grants::fake::FakeXen;
 use xenblk_xenstore::fake::Server;
 use xenblk_xenstore::{Client, Tx};
+use xenblkd::channel::{Channel, WorkerEnd};
+use xenblkd::message::{Command, Report, VERSION};
 
 use super::*;
 
@@ -50,16 +52,31 @@ const FOLDER: &str = "XENBLKD_TEST_FOLDER";
 #[ignore = "run by what_the_service_manager_sees, in another process"]
 fn a_daemon_on_a_mocked_host() {
     let folder = PathBuf::from(std::env::var_os(FOLDER).unwrap());
+    let named = folder.join("config");
+    let config = Config::load(Some(&named)).unwrap();
+    let _lock = Lock::take(config.state_directory()).unwrap_or_else(|error| end(&error));
     let xen = FakeXen::start().unwrap();
     xen.listen(&folder.join("xen")).unwrap();
     let server = Server::start().unwrap();
     server.listen(folder.join("store")).unwrap();
-    let named = folder.join("config");
-    let config = Config::load(Some(&named)).unwrap();
     let level = logs::start(config.log_level);
+    let program = match std::env::var_os(STUCK) {
+        None => WorkerProgram::Threads,
+        Some(_) => WorkerProgram::Process {
+            path: "/proc/self/exe".into(),
+            args: [
+                "--exact",
+                "daemon::tests::a_stuck_worker",
+                "--ignored",
+                "--",
+            ]
+            .map(Into::into)
+            .to_vec(),
+        },
+    };
     let options = Options {
         host: HostSource::Fake(folder.join("xen")),
-        program: WorkerProgram::Threads,
+        program,
         ..options(&config, folder.join("store"))
     };
     let reload = Reload {
@@ -67,37 +84,67 @@ fn a_daemon_on_a_mocked_host() {
         config,
         level,
     };
-    let runtime = tokio::runtime::Builder::new_current_thread()
-        .enable_all()
-        .build();
-    runtime.unwrap().block_on(serve(options, reload)).unwrap();
+    if let Err(error) = serve_to_the_end(options, reload) {
+        end(&error);
+    }
+}
+
+/// As `main` does.
+fn end(error: &anyhow::Error) -> ! {
+    eprintln!("xenblkd: {error:#}");
+    process::exit(1);
+}
+
+/// Set: its workers never let go of a ring.
+const STUCK: &str = "XENBLKD_TEST_STUCK";
+
+#[test]
+#[ignore = "run by the daemon under test, as its worker"]
+fn a_stuck_worker() {
+    let channel = xenblkd::channel::inherited().unwrap();
+    let channel: WorkerEnd = Channel::from_socket(channel);
+    let mut kept = Vec::new();
+    loop {
+        match channel.try_recv() {
+            Ok(None) => std::thread::sleep(Duration::from_millis(1)),
+            Err(_) => return,
+            Ok(Some(message)) => {
+                kept.push(message.fds);
+                let report = match message.body {
+                    Command::Hello { .. } => Report::Ready { version: VERSION },
+                    Command::Attach(attach) => Report::Attached { ring: attach.ring },
+                    _ => continue,
+                };
+                channel.send(report).unwrap();
+            }
+        }
+    }
 }
 
 struct Daemon {
     folder: tempfile::TempDir,
-    messages: UnixDatagram,
+    messages: Receiver<String>,
     process: Child,
 }
 
 impl Daemon {
     fn start(config: &str) -> Self {
+        Self::start_with(config, &[])
+    }
+
+    fn start_with(config: &str, environment: &[(&str, &str)]) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let socket = folder.path().join("notify");
-        let messages = UnixDatagram::bind(&socket).unwrap();
-        // Only a failure waits so long.
-        let patience = Some(Duration::from_secs(60));
-        messages.set_read_timeout(patience).unwrap();
+        let messages = listen(UnixDatagram::bind(&socket).unwrap());
         let state = folder.path().join("state");
         fs::create_dir(&state).unwrap();
         let fixed = format!("state-directory = {state:?}\n");
         fs::write(folder.path().join("config"), fixed + config).unwrap();
-        let process = Command::new(std::env::current_exe().unwrap())
-            .args(["--exact", "daemon::tests::a_daemon_on_a_mocked_host"])
-            .arg("--ignored")
-            .env(FOLDER, folder.path())
+        let process = Self::process(folder.path())
+            .envs(environment.iter().copied())
             .env("NOTIFY_SOCKET", &socket)
             .env("WATCHDOG_USEC", "20000")
-            .stdout(Stdio::null())
+            .stderr(fs::File::create(folder.path().join("log")).unwrap())
             .spawn()
             .unwrap();
         Self {
@@ -107,22 +154,45 @@ impl Daemon {
         }
     }
 
+    fn process(folder: &Path) -> process::Command {
+        let mut command = process::Command::new(std::env::current_exe().unwrap());
+        command
+            .args(["--exact", "daemon::tests::a_daemon_on_a_mocked_host"])
+            // Without it the harness would keep what the daemon says of its failure.
+            .args(["--ignored", "--nocapture"])
+            .env(FOLDER, folder)
+            .stdout(Stdio::null());
+        command
+    }
+
+    fn log(&self) -> String {
+        fs::read_to_string(self.folder.path().join("log")).unwrap()
+    }
+
     /// Waits for a message in which one line starts so; that line. Others are passed over.
     fn hears(&self, start: &str) -> String {
         loop {
-            let mut buffer = [0; 1024];
-            // A socket with a time limit isn't read again after a signal's handler, and tests beside this one
-            // wait for children.
-            let length = loop {
-                match self.messages.recv(&mut buffer) {
-                    Err(error) if error.kind() == ErrorKind::Interrupted => {}
-                    received => break received.expect(start),
-                }
-            };
-            let text = String::from_utf8(buffer[..length].to_vec()).unwrap();
+            // Only a failure waits so long.
+            let text = self.messages.recv_timeout(Duration::from_secs(60));
+            let text = text.expect(start);
             if let Some(line) = text.lines().find(|line| line.starts_with(start)) {
                 return line.to_owned();
             }
+        }
+    }
+
+    /// The daemon says that it waits for the storage.
+    fn waits(&self) {
+        let control = self.folder.path().join("state/control");
+        let waits = || {
+            let status = crate::status::ask(&control).unwrap();
+            status
+                .disks
+                .iter()
+                .any(|disk| disk.waiting_seconds.is_some())
+        };
+        while !waits() {
+            std::thread::sleep(Duration::from_millis(1));
         }
     }
 
@@ -136,14 +206,21 @@ impl Daemon {
         kill_process(Pid::from_child(&self.process), signal).unwrap();
     }
 
-    /// What a new disk is offered.
-    fn offered_queues(&self, devid: u32) -> String {
+    /// Runs `work` with a connection to the store.
+    fn in_store<T>(&self, work: impl AsyncFnOnce(Client) -> T) -> T {
         let store = self.folder.path().join("store");
         let runtime = tokio::runtime::Builder::new_current_thread()
             .enable_all()
             .build();
         runtime.unwrap().block_on(async {
             let (client, _) = Client::connect(store).await.unwrap();
+            work(client).await
+        })
+    }
+
+    /// What a new disk is offered.
+    fn offered_queues(&self, devid: u32) -> String {
+        self.in_store(async |client| {
             let backend = format!("/local/domain/0/backend/vbd/1/{devid}");
             let frontend = format!("/local/domain/1/device/vbd/{devid}");
             let keys = [
@@ -167,6 +244,22 @@ impl Daemon {
             String::from_utf8(client.read(Tx::NONE, &queues).await.unwrap()).unwrap()
         })
     }
+}
+
+/// Reads at any time: a daemon whose messages nobody takes waits with the next.
+fn listen(socket: UnixDatagram) -> Receiver<String> {
+    let (heard, messages) = channel();
+    std::thread::spawn(move || {
+        let mut buffer = [0; 1024];
+        // Until the test doesn't listen any more, which the next message shows.
+        while let Ok(length) = socket.recv(&mut buffer) {
+            let text = String::from_utf8(buffer[..length].to_vec()).unwrap();
+            if heard.send(text).is_err() {
+                return;
+            }
+        }
+    });
+    messages
 }
 
 impl Drop for Daemon {
@@ -203,4 +296,52 @@ fn what_the_service_manager_sees() {
     daemon.hears("STOPPING=1");
     assert!(daemon.process.wait().unwrap().success());
     assert!(!daemon.folder.path().join("state/control").exists());
+}
+
+/// The storage doesn't answer, and whoever stops the daemon has had enough.
+#[test]
+fn a_second_signal_ends_a_daemon_that_waits_for_its_storage() {
+    for second in [Signal::TERM, Signal::INT] {
+        let mut daemon = Daemon::start_with("", &[(STUCK, "1")]);
+        daemon.hears("READY=1");
+        daemon.offered_queues(51712);
+        daemon.in_store(async |client: Client| {
+            let frontend = "/local/domain/1/device/vbd/51712";
+            let keys = [("ring-ref", "8"), ("event-channel", "3"), ("state", "3")];
+            for (key, value) in keys {
+                let node = format!("{frontend}/{key}");
+                client.write(Tx::NONE, &node, value).await.unwrap();
+            }
+            let state = "/local/domain/0/backend/vbd/1/51712/state";
+            while client.read(Tx::NONE, state).await.unwrap() != b"4" {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+            }
+        });
+        daemon.signal(Signal::TERM);
+        daemon.hears("STOPPING=1");
+        daemon.waits();
+        daemon.signal(second);
+        assert_eq!(daemon.process.wait().unwrap().code(), Some(1));
+        let log = daemon.log();
+        let line =
+            "xenblkd: ended by a second signal while waiting for I/O (domain 1 vbd 51712 for ";
+        assert!(log.contains(line), "{log}");
+        assert!(!daemon.folder.path().join("state/control").exists());
+    }
+}
+
+#[test]
+fn a_second_daemon_is_told_who_serves() {
+    let daemon = Daemon::start("");
+    daemon.hears("READY=1");
+    let second = Daemon::process(daemon.folder.path()).output().unwrap();
+    assert_eq!(second.status.code(), Some(1));
+    let said = String::from_utf8(second.stderr).unwrap();
+    let line = format!(
+        "xenblkd: another xenblkd (pid {}) already serves this host",
+        daemon.process.id()
+    );
+    assert!(said.contains(&line), "{said}");
+    // The first is none the worse.
+    assert_eq!(daemon.offered_queues(51712), "16");
 }
