@@ -1,7 +1,10 @@
 //! What `xenblkd` says and returns on a machine that can't serve: one line and the right exit code.
 
+use std::io::Write;
+use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::path::Path;
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
 
 fn xenblkd(arguments: &[&str]) -> Output {
     Command::new(env!("CARGO_BIN_EXE_xenblkd"))
@@ -103,17 +106,56 @@ fn status_needs_a_daemon() {
 
 #[test]
 fn a_wrong_command_line_is_exit_code_2() {
-    let wrong: [&[&str]; 5] = [
+    let long = "x".repeat(100_000);
+    let wrong: [&[&str]; 15] = [
         &[],
+        &[""],
         &["serve"],
         &["run", "--jobs"],
+        &["run", "--config"],
+        &["run", "--config", "/a", "--config", "/b"],
+        &["run", "/etc/xenblkd/xenblkd.toml"],
+        &["status", "--json", "--json=1"],
+        &["completions"],
         &["completions", "cmd"],
+        &["completions", &long],
+        &["worker"],
         &["worker", "--channel-fd", "3"],
+        &["worker", "--channel-fd", "-1"],
+        &["worker", "--channel-fd", "0", "--log-level", "loud"],
     ];
     for arguments in wrong {
         let output = xenblkd(arguments);
         assert_eq!(output.status.code(), Some(2), "{arguments:?}");
         assert_eq!(stdout(&output), "", "{arguments:?}");
+    }
+}
+
+#[test]
+fn arguments_need_not_be_text() {
+    let name = std::ffi::OsStr::from_bytes(b"/\xff\n\xfe.toml");
+    let output = Command::new(env!("CARGO_BIN_EXE_xenblkd"))
+        .args([std::ffi::OsStr::new("check-config"), "--config".as_ref()])
+        .arg(name)
+        .output()
+        .unwrap();
+    assert_eq!(output.status.code(), Some(1));
+    assert_eq!(stdout(&output), "");
+}
+
+#[test]
+fn a_worker_started_by_hand_says_so_and_ends() {
+    let (mut ours, theirs) = std::os::unix::net::UnixStream::pair().unwrap();
+    ours.write_all(b"status\n").unwrap();
+    drop(ours);
+    for input in [Stdio::null(), Stdio::from(OwnedFd::from(theirs))] {
+        let output = Command::new(env!("CARGO_BIN_EXE_xenblkd"))
+            .args(["worker", "--channel-fd", "0"])
+            .stdin(input)
+            .output()
+            .unwrap();
+        assert_eq!(output.status.code(), Some(1), "{output:?}");
+        assert!(!output.stderr.is_empty());
     }
 }
 

@@ -20,7 +20,7 @@ use crate::control::{MAX_REQUEST_BYTES, Request, Response};
 /// Clients served at the same time; more are closed at once.
 const MAX_CLIENTS: usize = 16;
 
-/// A client that asks nothing for this long is closed.
+/// A client that asks nothing, or reads nothing, for this long is closed.
 const IDLE: Duration = Duration::from_secs(60);
 
 /// The listening socket; its file goes with it.
@@ -131,7 +131,9 @@ async fn serve_client(stream: UnixStream, board: Arc<Board>) {
             return;
         };
         bytes.push(b'\n');
-        if write.write_all(&bytes).await.is_err() || !complete {
+        // One that doesn't read its answers is closed like one that doesn't ask.
+        let written = tokio::time::timeout(IDLE, write.write_all(&bytes)).await;
+        if !matches!(written, Ok(Ok(()))) || !complete {
             return;
         }
     }

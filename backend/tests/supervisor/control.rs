@@ -140,3 +140,59 @@ async fn only_a_stale_socket_is_replaced() {
         Response::Status(_)
     ));
 }
+
+#[tokio::test]
+async fn half_requests_floods_and_clients_that_never_read_keep_nobody_out() {
+    /// As many as are served at the same time.
+    const CLIENTS: usize = 16;
+    let world = World::started().await;
+    let path = world.path("control");
+    let connect = || UnixStream::connect(&path).unwrap();
+    for half in [&b"{\"status\""[..], b"", b"\xff"] {
+        let mut client = connect();
+        client.write_all(half).unwrap();
+        // It goes away within its request.
+    }
+    // They never read: the answers stay with the daemon.
+    let flood = b"{\"status\":{}}\n".repeat(64);
+    let mut deaf: Vec<UnixStream> = (0..CLIENTS - 1).map(|_| connect()).collect();
+    for client in &mut deaf {
+        client.set_nonblocking(true).unwrap();
+        while client.write(&flood).is_ok_and(|written| written > 0) {}
+    }
+    assert!(matches!(
+        world.ask(Request::Version {}).await,
+        Response::Version { .. }
+    ));
+    // More than are served: closed without a word, and others can come when some have gone.
+    let mut more: Vec<UnixStream> = (0..64).map(|_| connect()).collect();
+    let closed = tokio::task::spawn_blocking(move || {
+        let last = more.last_mut().unwrap();
+        std::io::Read::read(last, &mut [0]).map(|read| read == 0)
+    });
+    let closed = crate::world::bounded("the last is closed", closed).await;
+    assert!(closed.unwrap().unwrap_or(true));
+    drop(deaf);
+    let path = &path;
+    crate::world::eventually("the next client is served", async || {
+        let path = path.clone();
+        let ask = move || xenblkd::control::ask(&path, Request::Version {});
+        tokio::task::spawn_blocking(ask).await.unwrap().ok()
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn a_socket_with_too_long_a_name_is_named() {
+    let world = World::new().await;
+    let mut options = world.options.clone();
+    options.control = Some(world.path(&"x".repeat(200)));
+    let error = xenblkd::supervisor::run(options, std::future::pending())
+        .await
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with("cannot listen on control socket /") && error.contains("SUN_LEN"),
+        "{error}"
+    );
+}

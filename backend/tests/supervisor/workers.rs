@@ -13,12 +13,22 @@ const XVDA: u32 = 51712;
 /// Set in a worker's command line only; libtest takes what follows `--` for further test names.
 const CHANNEL: &str = "--channel-fd";
 
+/// Before the folder in which a worker leaves a file for each level it is told to log at.
+const LEVELS: &str = "--levels";
+
 /// Not a test of its own: the worker's `main` when the supervisor starts this program.
 #[test]
 fn worker_process() {
     if std::env::args().any(|arg| arg == CHANNEL) {
         let channel = xenblkd::channel::inherited().unwrap();
-        let code = xenblkd::worker::main(channel, Box::new(|_| {}));
+        let levels = std::env::args().skip_while(|arg| arg != LEVELS).nth(1);
+        let set_level = move |level: tracing::Level| {
+            if let Some(folder) = &levels {
+                let file = format!("{folder}/{}-{level}", std::process::id());
+                std::fs::write(file, "").unwrap();
+            }
+        };
+        let code = xenblkd::worker::main(channel, Box::new(set_level));
         std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS));
     }
 }
@@ -30,6 +40,41 @@ fn this_program() -> WorkerProgram {
         path: "/proc/self/exe".into(),
         args: args.map(Into::into).to_vec(),
     }
+}
+
+#[tokio::test]
+async fn every_worker_takes_a_new_log_level_also_those_to_come() {
+    let mut world = World::new().await;
+    let told = world.path("levels");
+    std::fs::create_dir(&told).unwrap();
+    let WorkerProgram::Process { path, mut args } = this_program() else {
+        unreachable!()
+    };
+    args.extend([LEVELS.into(), told.clone().into()]);
+    world.options.program = WorkerProgram::Process { path, args };
+    world.start().await;
+    world.attach(1, XVDA, "memory:1M", "w").await;
+    let mut guest = Guest::new(&world, 1, XVDA).await;
+    guest.connect(&world, 1, 0).await;
+    let takes = async |pid: u32, level: &str| {
+        let file = told.join(format!("{pid}-{level}"));
+        eventually(level, async || file.exists().then_some(())).await;
+    };
+    let first = rings(&world, 1).await[0].pid.unwrap();
+    world.handle().set_log_level(tracing::Level::DEBUG);
+    takes(first, "DEBUG").await;
+
+    kill(first);
+    world.reaches(1, XVDA, "5").await;
+    guest.set_state("5").await;
+    guest.finish_closing(&world).await;
+    guest.set_state("1").await;
+    guest.connect(&world, 1, 0).await;
+    let second = rings(&world, 1).await[0].pid.unwrap();
+    assert_ne!(first, second);
+    takes(second, "DEBUG").await;
+    world.handle().set_log_level(tracing::Level::WARN);
+    takes(second, "WARN").await;
 }
 
 async fn rings(world: &World, domid: u16) -> Vec<RingStatus> {

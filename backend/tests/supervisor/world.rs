@@ -11,7 +11,9 @@ use xenblk_xenstore::fake::Server;
 use xenblk_xenstore::vbd::Kind;
 use xenblk_xenstore::{Access, Client, Error, Permission, Tx};
 use xenblkd::control::{self, DiskStatus, Request, Response};
-use xenblkd::supervisor::{HostSource, Limits, Options, SupervisorError, WorkerProgram, run};
+use xenblkd::supervisor::{
+    Handle, HostSource, Limits, Options, Supervisor, SupervisorError, WorkerProgram,
+};
 
 /// How long anything may take before the test gives up on it. Only a failure waits that long.
 const PATIENCE: Duration = Duration::from_secs(30);
@@ -28,6 +30,7 @@ pub(crate) struct World {
 
 struct Running {
     stop: Option<oneshot::Sender<()>>,
+    handle: Handle,
     task: JoinHandle<Result<(), SupervisorError>>,
 }
 
@@ -76,14 +79,26 @@ impl World {
         let shutdown = async {
             let _ = stopped.await;
         };
-        let task = tokio::spawn(run(self.options.clone(), shutdown));
+        let (options, (tell, handle)) = (self.options.clone(), oneshot::channel());
+        let task = tokio::spawn(async {
+            let supervisor = Supervisor::start(options).await?;
+            let _ = tell.send(supervisor.handle());
+            supervisor.run(shutdown).await;
+            Ok(())
+        });
         self.supervisor = Some(Running {
             stop: Some(stop),
+            handle: handle.await.expect("the supervisor starts"),
             task,
         });
         let path = self.path("control");
         let answers = || std::os::unix::net::UnixStream::connect(&path).is_ok();
         eventually("the control socket", async || answers().then_some(())).await;
+    }
+
+    /// The running supervisor, for its process.
+    pub(crate) fn handle(&self) -> &Handle {
+        &self.supervisor.as_ref().unwrap().handle
     }
 
     /// Ends the supervisor as SIGTERM does.

@@ -3,7 +3,7 @@
 
 use std::fmt;
 use std::fs;
-use std::io;
+use std::io::{self, Read};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
@@ -14,6 +14,13 @@ use xenblkd::supervisor::{Limits, MAX_WORKERS};
 
 /// Read if it exists and no other file is named.
 pub(crate) const DEFAULT_PATH: &str = "/etc/xenblkd/xenblkd.toml";
+
+/// Longest file that is read; the example is a tenth of it.
+const MAX_BYTES: u64 = 64 << 10;
+
+/// Longest name of the state directory: with `/control` and a NUL it has to fit into a socket's address, of
+/// 108 bytes (unix(7)).
+const MAX_STATE_DIRECTORY: usize = 108 - "/control".len() - 1;
 
 /// Where xenstored listens, in the order they are looked for; the kernel's device is the way of a driver
 /// domain, and of a dom0 whose xenstored runs in a domain of its own.
@@ -34,7 +41,7 @@ pub(crate) struct Config {
     /// Which backend directories are served.
     backend_kind: BackendKind,
     /// The folder of the lock and the control socket.
-    state_directory: AbsolutePath,
+    state_directory: StateDirectory,
     /// Storage cores; absent: one less than the CPUs online.
     workers: Option<Bounded<1, MAX_WORKERS>>,
     /// What is offered to guests.
@@ -56,7 +63,7 @@ impl Default for Config {
             log_level: LogLevel(tracing::Level::INFO),
             xenstore: None,
             backend_kind: BackendKind(Kind::Vbd),
-            state_directory: AbsolutePath("/run/xenblkd".into()),
+            state_directory: StateDirectory("/run/xenblkd".into()),
             workers: None,
             limits: LimitsTable::default(),
         }
@@ -80,7 +87,7 @@ impl Config {
     /// From `named`, or from the usual place. Only the latter may be missing.
     pub(crate) fn load(named: Option<&Path>) -> Result<Self, ConfigError> {
         let path = named.unwrap_or(Path::new(DEFAULT_PATH));
-        match fs::read_to_string(path) {
+        match read(path) {
             Ok(text) => Self::parse(path, &text),
             Err(error) if error.kind() == io::ErrorKind::NotFound && named.is_none() => {
                 Ok(Self::default())
@@ -175,6 +182,19 @@ impl Config {
     }
 }
 
+/// The text of a file that may be anything, a device without end included.
+fn read(path: &Path) -> io::Result<String> {
+    let mut text = String::new();
+    fs::File::open(path)?
+        .take(MAX_BYTES + 1)
+        .read_to_string(&mut text)?;
+    if text.len() as u64 > MAX_BYTES {
+        let reason = format!("it is longer than {MAX_BYTES} bytes");
+        return Err(io::Error::new(io::ErrorKind::FileTooLarge, reason));
+    }
+    Ok(text)
+}
+
 /// Why there is no configuration. One line each.
 #[derive(Debug, thiserror::Error)]
 pub(crate) enum ConfigError {
@@ -257,6 +277,24 @@ impl<'de> Deserialize<'de> for AbsolutePath {
             ));
         }
         Ok(Self(text.into()))
+    }
+}
+
+/// An absolute path short enough for the socket in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct StateDirectory(PathBuf);
+
+impl<'de> Deserialize<'de> for StateDirectory {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        let AbsolutePath(path) = AbsolutePath::deserialize(deserializer)?;
+        let length = path.as_os_str().len();
+        if length > MAX_STATE_DIRECTORY {
+            let expected = format!(
+                "an absolute path of at most {MAX_STATE_DIRECTORY} bytes, for a socket's is short"
+            );
+            return Err(de::Error::invalid_length(length, &expected.as_str()));
+        }
+        Ok(Self(path))
     }
 }
 
@@ -431,6 +469,35 @@ mod tests {
             error.starts_with(&format!("cannot read {}: No such file", path.display())),
             "{error}"
         );
+    }
+
+    #[test]
+    fn a_file_may_be_anything() {
+        let folder = tempfile::tempdir().unwrap();
+        let garbage = folder.path().join("garbage");
+        fs::write(&garbage, [0xff, 0, 0xfe]).unwrap();
+        for (path, expected) in [
+            (folder.path(), "Is a directory"),
+            (Path::new("/dev/zero"), "it is longer than 65536 bytes"),
+            (Path::new("/dev/null/x"), "Not a directory"),
+            (&garbage, "stream did not contain valid UTF-8"),
+        ] {
+            let error = Config::load(Some(path)).unwrap_err().to_string();
+            let start = format!("cannot read {}: {expected}", path.display());
+            assert!(error.starts_with(&start), "{error}");
+            assert!(!error.contains('\n'), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_state_directory_has_room_for_a_socket() {
+        let with = |length: usize| format!("state-directory = \"/{}\"", "x".repeat(length - 1));
+        assert_eq!(
+            parse(&with(100)).unwrap_err(),
+            "F:1: invalid length 100, expected an absolute path of at most 99 bytes, for a socket's is short"
+        );
+        let control = parse(&with(99)).unwrap().control();
+        std::os::unix::net::SocketAddr::from_pathname(control).unwrap();
     }
 
     #[test]
