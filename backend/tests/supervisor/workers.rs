@@ -209,6 +209,11 @@ async fn closed_only_after(world: &World, guest: &mut Guest, stuck: Stuck) {
     guest.set_state("5").await;
     guest.set_state("6").await;
     world.nothing_held(1).await;
+    eventually("the status says that it waits", async || {
+        let disk = world.status(1, XVDA).await?;
+        disk.waiting_seconds.map(drop)
+    })
+    .await;
     for _ in 0..50 {
         // Time enough for a supervisor that does not wait; one that does can't fail this.
         tokio::time::sleep(std::time::Duration::from_millis(2)).await;
