@@ -122,6 +122,9 @@ pub struct Attach {
     pub max_indirect_segments: u16,
     /// Bytes of bounce memory this ring may use.
     pub bounce_bytes: u64,
+    /// What of the guest's memory it may keep mapped; `None` unless both sides agreed to
+    /// `feature-persistent`.
+    pub persistent: Option<Persistent>,
     /// Refuse every operation that modifies.
     pub readonly: bool,
     /// Serve DISCARD (`discard-enable`).
@@ -134,6 +137,19 @@ pub struct Attach {
     pub target: WorkerTarget,
     /// Which life of the worker slot this is, for the journal.
     pub incarnation: u64,
+}
+
+/// A ring's persistent grants. Every page the ring maps counts towards the host's limit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Persistent {
+    /// Most grants, at most 4096.
+    pub max_grants: u32,
+    /// Pages of address space for them; more than `max_grants`, so that pieces of it find room.
+    pub window_pages: u32,
+    /// Share of them, in per cent, that goes when others need room: 1 to 100.
+    pub purge_percent: u32,
+    /// Seconds after which an unused one goes; 0: never.
+    pub idle_seconds: u32,
 }
 
 /// Which hypervisor the device descriptors belong to.
@@ -215,6 +231,8 @@ pub struct Left {
     pub buffers: u32,
     /// Pages of the guest still mapped.
     pub pages: u32,
+    /// Persistent grants its tree still knew, and pages of its window that had not come back.
+    pub grants: u32,
 }
 
 impl Left {
@@ -228,8 +246,8 @@ impl std::fmt::Display for Left {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(
             f,
-            "{} requests, {} operations, {} buffers, {} mapped pages",
-            self.requests, self.operations, self.buffers, self.pages
+            "{} requests, {} operations, {} buffers, {} mapped pages, {} persistent grants",
+            self.requests, self.operations, self.buffers, self.pages, self.grants
         )
     }
 }

@@ -1,6 +1,6 @@
 //! A ring's counters in a page shared by the worker, which alone writes, and the supervisor, which
-//! reads. Counters only grow, except [`Snapshot::in_flight`] and
-//! [`Snapshot::flushing_since`]; each is read on its own, so two of one
+//! reads. Counters only grow, except [`Snapshot::in_flight`], [`Snapshot::flushing_since`] and
+//! [`Snapshot::persistent_grants`]; each is read on its own, so two of one
 //! snapshot may be a few requests apart.
 
 use std::sync::atomic::Ordering;
@@ -73,12 +73,28 @@ counters! {
     responses Responses,
     /// Grant copy calls.
     copies Copies,
-    /// Segments of those calls.
+    /// Segments and indirect pages of those calls.
     copied_segments CopiedSegments,
+    /// Segments and indirect pages moved through a grant that was mapped.
+    persistent_hits PersistentHits,
+    /// Those of `copied_segments` that a frontend with persistent grants presented: theirs was not mapped.
+    fallbacks Fallbacks,
+    /// Chunks of persistent grants mapped, an ioctl and an mmap each.
+    maps Maps,
+    /// Grants mapped in them.
+    mapped_grants MappedGrants,
+    /// Chunks that could not be mapped: a bad grant, or no maptrack entries left.
+    map_failures MapFailures,
+    /// Chunks given back, unused for long or to make room.
+    purges Purges,
+    /// Grants in them.
+    purged_grants PurgedGrants,
     /// Turns of the ring that consumed at least one request.
     batches Batches,
     /// Operations handed to the target.
     target_ops TargetOps,
+    /// Persistent grants mapped now.
+    persistent_grants PersistentGrants,
     /// Requests consumed and not yet published.
     in_flight InFlight,
     /// Since when a flush has not been answered by the storage, in milliseconds of CLOCK_MONOTONIC; 0 if

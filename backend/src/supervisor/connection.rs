@@ -18,10 +18,11 @@ use super::board::Counters;
 use super::fences::Fences;
 use super::flusher::Flusher;
 use super::host::Host;
+use super::maptrack::{Maptrack, Share};
 use super::workers::{NewRing, RingEvent, Workers};
 use super::{Limits, WorkerProgram};
 use crate::control::RingStatus;
-use crate::message::{Attach, Report, RingId};
+use crate::message::{Attach, Persistent, Report, RingId};
 use crate::stats::{self, Reader};
 use crate::target::OpenedTarget;
 
@@ -37,6 +38,7 @@ pub(super) struct RingSetup {
     pub(super) target: Arc<OpenedTarget>,
     pub(super) host: Arc<Host>,
     pub(super) limits: Limits,
+    pub(super) maptrack: Maptrack,
     pub(super) discard: bool,
     pub(super) program: WorkerProgram,
     pub(super) fences: Arc<Fences>,
@@ -83,6 +85,8 @@ struct Ring {
     fence: Option<u64>,
     state: RingState,
     counters: Counters,
+    /// Held as long as something may be mapped for it.
+    _share: Share,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -116,6 +120,7 @@ struct ReadyRing {
     attach: Box<Attach>,
     fds: Vec<OwnedFd>,
     counters: Counters,
+    share: Share,
 }
 
 impl Connection {
@@ -158,6 +163,7 @@ impl Connection {
                 fence: None,
                 state: RingState::Attaching,
                 counters: ready.counters,
+                _share: ready.share,
             }
         };
         let rings = ready.into_iter().map(place).collect();
@@ -444,6 +450,24 @@ fn make_ready(
         .map_err(failed("open the target for a worker"))?;
     let mut fds = vec![gntdev, evtchn, journal, statistics];
     fds.extend(target_fds);
+    let (limits, host) = (&setup.limits, &setup.host);
+    let wanted = if rings.persistent {
+        limits.max_persistent_grants
+    } else {
+        0
+    };
+    let share = setup.maptrack.share(
+        limits.maptrack_entries,
+        host.maptrack_per_page(),
+        rings.pages,
+        wanted,
+    );
+    let persistent = (share.grants() > 0).then_some(Persistent {
+        max_grants: share.grants(),
+        window_pages: limits.persistent_window_pages,
+        purge_percent: limits.persistent_purge_percent,
+        idle_seconds: limits.persistent_idle_seconds,
+    });
     let attach = Attach {
         ring: RingId(NEXT_RING.fetch_add(1, Ordering::Relaxed)),
         domid: setup.path.domid,
@@ -455,6 +479,7 @@ fn make_ready(
         event_channel: keys.event_channel,
         max_indirect_segments: setup.limits.max_indirect_segments,
         bounce_bytes: setup.limits.bounce_bytes,
+        persistent,
         readonly: setup.target.capabilities().readonly,
         discard: setup.discard,
         secure_discard: setup.discard && setup.target.capabilities().secure_discard,
@@ -467,5 +492,6 @@ fn make_ready(
         attach: Box::new(attach),
         fds,
         counters: Arc::new(Reader::new(page)),
+        share,
     })
 }

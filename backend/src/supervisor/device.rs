@@ -22,6 +22,7 @@ use super::disk::{Disk, is_script_to_come, is_set_up};
 use super::fences::Fences;
 use super::guest_log::GuestLog;
 use super::host::Host;
+use super::maptrack::Maptrack;
 use super::view::{Look, Session, View, Wake};
 use super::workers::Workers;
 use super::{Limits, WorkerProgram};
@@ -47,6 +48,7 @@ pub(super) struct Common {
     /// What flushers are started from.
     pub(super) program: WorkerProgram,
     pub(super) fences: Arc<Fences>,
+    pub(super) maptrack: Maptrack,
     /// What is offered to frontends from now on.
     pub(super) limits: watch::Receiver<Limits>,
     pub(super) board: Arc<Board>,
@@ -457,6 +459,7 @@ impl Device {
             target,
             host: Arc::clone(&self.common.host),
             limits: self.limits,
+            maptrack: self.common.maptrack.clone(),
             discard: keys.discard_enable,
             program: self.common.program.clone(),
             fences: Arc::clone(&self.common.fences),
@@ -478,7 +481,7 @@ impl Device {
         let (Some(target), Some(connection)) = (self.disk.target(), &mut self.connection) else {
             return Ok(Turn::Wait);
         };
-        let keys = vbd::device_keys(&properties(target, keys), connection.queues());
+        let keys = vbd::device_keys(&properties(target, keys, &self.limits), connection.queues());
         let outcome = vbd::publish(client, &self.path, look.ours, &keys, State::Connected).await?;
         if outcome == vbd::Outcome::Written {
             connection.set_announced();
@@ -570,7 +573,11 @@ impl Device {
 }
 
 /// The disk as the frontend will see it.
-fn properties(target: &crate::target::OpenedTarget, keys: &BackendKeys) -> DeviceProperties {
+fn properties(
+    target: &crate::target::OpenedTarget,
+    keys: &BackendKeys,
+    limits: &Limits,
+) -> DeviceProperties {
     let (geometry, capabilities) = (target.geometry(), target.capabilities());
     let discard = capabilities.discard && keys.discard_enable && !capabilities.readonly;
     DeviceProperties {
@@ -581,6 +588,7 @@ fn properties(target: &crate::target::OpenedTarget, keys: &BackendKeys) -> Devic
         cdrom: keys.cdrom,
         removable: keys.removable,
         flush: capabilities.flush,
+        persistent: limits.max_persistent_grants > 0,
         discard: discard.then_some(DiscardProperties {
             granularity: capabilities.discard_granularity,
             alignment: capabilities.discard_alignment,

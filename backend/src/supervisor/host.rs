@@ -26,6 +26,9 @@ pub(super) enum Host {
     Fake(xenblk_grants::fake::FakeHost),
 }
 
+/// `PV`, `PVH` or `HVM`.
+const GUEST_TYPE: &str = "/sys/hypervisor/guest_type";
+
 impl Host {
     /// Checks that the source can be used at all, so that a missing driver is one line at start and not
     /// one per disk.
@@ -36,7 +39,10 @@ impl Host {
                     let what = format!("{device} (is this a Xen domain with module {module}?)");
                     |error| io_error(what, error)
                 };
-                sys::open_gntdev().map_err(failed(sys::GNTDEV, "xen-gntdev"))?;
+                let gntdev = sys::open_gntdev().map_err(failed(sys::GNTDEV, "xen-gntdev"))?;
+                if let Err(error) = sys::warm_up(&gntdev) {
+                    tracing::info!("the first ring will be slow to connect: {error}");
+                }
                 // To see whether it is there; the domain does not matter.
                 sys::open_evtchn(DomId(0)).map_err(failed(sys::EVTCHN, "xen-evtchn"))?;
                 Ok(Self::Xen)
@@ -58,6 +64,18 @@ impl Host {
             Self::Xen => Ok((sys::open_gntdev()?, sys::open_evtchn(DomId(domid))?)),
             #[cfg(feature = "fake")]
             Self::Fake(host) => Ok((host.open_gntdev()?, host.open_evtchn(DomId(domid))?)),
+        }
+    }
+
+    /// Maptrack entries that one mapped page takes: a PV domain maps it for the kernel and for us.
+    pub(super) fn maptrack_per_page(&self) -> u32 {
+        match self {
+            Self::Xen => match std::fs::read_to_string(GUEST_TYPE) {
+                Ok(kind) if kind.trim_end() != "PV" => 1,
+                _ => 2,
+            },
+            #[cfg(feature = "fake")]
+            Self::Fake(_) => 1,
         }
     }
 

@@ -12,6 +12,7 @@ mod flusher;
 mod guest_log;
 mod handle;
 mod host;
+mod maptrack;
 mod process;
 mod service;
 mod view;
@@ -22,6 +23,7 @@ use std::future::Future;
 use std::io;
 use std::path::PathBuf;
 
+use xenblk_grants::persistent::{self, MAX_PERSISTENT_GRANTS};
 use xenblk_xenstore::vbd::{self, Kind};
 
 pub use handle::{Handle, Load, Waiting};
@@ -29,6 +31,12 @@ pub use host::HostSource;
 
 /// Most workers of one supervisor.
 pub const MAX_WORKERS: u32 = 256;
+
+/// Pages of a ring's address space for persistent grants that must be left when it has as many as it may.
+pub const MERGE_ROOM: u32 = persistent::MERGE_ROOM as u32;
+
+/// Most pages of a ring's address space for persistent grants.
+pub const MAX_WINDOW_PAGES: u32 = 32_768;
 
 /// How a supervisor is set up.
 #[derive(Clone, Debug)]
@@ -93,6 +101,17 @@ pub struct Limits {
     pub max_indirect_segments: u16,
     /// Bounce memory a ring may use, in bytes; at least one request of the largest size.
     pub bounce_bytes: u64,
+    /// Grants a ring may keep mapped, at most 4096; 0: `feature-persistent` isn't offered.
+    pub max_persistent_grants: u32,
+    /// Pages of address space a ring has for them, more than they are by at least [`MERGE_ROOM`].
+    pub persistent_window_pages: u32,
+    /// Share of a ring's persistent grants, in per cent, that goes when others need room; 1 to 100.
+    pub persistent_purge_percent: u32,
+    /// Seconds after which an unused persistent grant goes; 0: never.
+    pub persistent_idle_seconds: u32,
+    /// Entries of the hypervisor's maptrack table, which is one for the whole host, that all rings may
+    /// use together. A page takes two in a PV domain, one in any other.
+    pub maptrack_entries: u32,
 }
 
 impl Default for Limits {
@@ -102,6 +121,12 @@ impl Default for Limits {
             max_ring_page_order: 4,
             max_indirect_segments: 256,
             bounce_bytes: 8 << 20,
+            max_persistent_grants: 1056,
+            persistent_window_pages: 2048,
+            persistent_purge_percent: 5,
+            persistent_idle_seconds: 60,
+            // Three quarters of Xen's default; the rest is for the other backends of the domain.
+            maptrack_entries: 196_608,
         }
     }
 }
@@ -204,7 +229,28 @@ impl Limits {
         check_range("max_queues", self.max_queues, 1, 16)?;
         check_range("max_ring_page_order", self.max_ring_page_order, 0, 4)?;
         check_range("max_indirect_segments", self.max_indirect_segments, 0, 256)?;
-        check_range("bounce_bytes", self.bounce_bytes, largest, 1 << 30)
+        check_range("bounce_bytes", self.bounce_bytes, largest, 1 << 30)?;
+        let (grants, room) = (self.max_persistent_grants, MERGE_ROOM);
+        check_range(
+            "max_persistent_grants",
+            grants,
+            0,
+            MAX_PERSISTENT_GRANTS as u32,
+        )?;
+        let (window, percent) = (self.persistent_window_pages, self.persistent_purge_percent);
+        check_range(
+            "persistent_window_pages",
+            window,
+            grants + room,
+            MAX_WINDOW_PAGES,
+        )?;
+        check_range("persistent_purge_percent", percent, 1, 100)?;
+        check_range(
+            "persistent_idle_seconds",
+            self.persistent_idle_seconds,
+            0,
+            86_400,
+        )
     }
 }
 

@@ -21,6 +21,7 @@ use super::device::{Common, Device};
 use super::fences::Fences;
 use super::handle::Handle;
 use super::host::Host;
+use super::maptrack::Maptrack;
 use super::view::{Session, Wake, device_of_token};
 use super::workers::Workers;
 use super::{Limits, Options, SupervisorError};
@@ -113,6 +114,7 @@ impl Service {
                 workers,
                 program: options.program,
                 fences,
+                maptrack: Maptrack::default(),
                 limits: limits_rx,
                 board,
                 session: session_rx,

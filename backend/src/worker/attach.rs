@@ -4,9 +4,11 @@
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Once;
+use std::time::Duration;
 
 use rustix::io::Errno;
 
+use xenblk_grants::persistent::{MAX_PERSISTENT_GRANTS, PersistentGrants, PersistentLimits};
 use xenblk_grants::{
     Access, DomId, EventChannels, GrantRef, GrantTable, Mapping, Port, SharedPages, Slab,
 };
@@ -16,7 +18,7 @@ use xenblk_ring::{Abi, BackRing, JournalIdentity, journal_bytes};
 use super::engine::Engine;
 use super::ring::{FETCH_LEN, Owned, RingService};
 use super::upkeep::Upkeep;
-use crate::message::{Attach, HostKind, Left, RingId};
+use crate::message::{Attach, HostKind, Left, Persistent, RingId};
 use crate::plan::Rules;
 use crate::stats::{self, Writer};
 use crate::target::WorkerTargetKind;
@@ -37,6 +39,7 @@ pub(super) struct Unbound {
     remote: Port,
     back: BackRing<Mapping, SharedPages>,
     grants: Box<dyn GrantTable>,
+    persistent: Option<PersistentGrants>,
     events: Box<dyn EventChannels>,
     target: Box<dyn Target>,
     upkeep: Upkeep,
@@ -107,6 +110,9 @@ pub(super) fn prepare(
         remote: Port(message.event_channel),
         back,
         grants,
+        persistent: message
+            .persistent
+            .map(|limits| PersistentGrants::new(dom, persistent_limits(limits))),
         events,
         target,
         upkeep: Upkeep::new(!message.readonly && message.target.kind != WorkerTargetKind::Null),
@@ -164,6 +170,7 @@ impl Unbound {
             dom: self.dom,
             back: self.back,
             grants: self.grants,
+            persistent: self.persistent,
             events: self.events,
             port,
             target: self.target,
@@ -241,6 +248,17 @@ fn bounce(message: &Attach) -> io::Result<Slab> {
     Slab::reserve(bytes)
 }
 
+fn persistent_limits(limits: Persistent) -> PersistentLimits {
+    let size = |n: u32| usize::try_from(n).unwrap_or(usize::MAX);
+    let idle = Duration::from_secs(limits.idle_seconds.into());
+    PersistentLimits {
+        max_grants: size(limits.max_grants).min(MAX_PERSISTENT_GRANTS),
+        window_pages: size(limits.window_pages),
+        purge_percent: size(limits.purge_percent),
+        idle: (!idle.is_zero()).then_some(idle),
+    }
+}
+
 fn rules(message: &Attach) -> Rules {
     let target = &message.target;
     Rules {
@@ -267,6 +285,7 @@ impl RingService {
             place,
             back,
             grants,
+            persistent,
             events,
             port,
             target,
@@ -280,6 +299,8 @@ impl RingService {
         let fetch_slab = fetch.slab();
         engine.release(fetch);
         drop(back);
+        let closed = persistent.map_or(Ok(()), |persistent| persistent.close(&*grants));
+        let kept = closed.map_or_else(|left| left.entries.max(left.pages), |()| 0);
         let pages = count(grants.mapped());
         drop((grants, events, target));
         let lent = [slab, fetch_slab].map(|slab| engine.remove_slab(slab).err().unwrap_or(0));
@@ -288,6 +309,7 @@ impl RingService {
             operations,
             buffers: count(lent.iter().sum()),
             pages,
+            grants: count(kept),
         }
     }
 }

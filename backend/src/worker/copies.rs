@@ -1,5 +1,5 @@
-//! The grant copies of one turn in one direction: listed request by request, run in one call, and
-//! then asked request by request. Which requests these are is the caller's business.
+//! The copies of one turn in one direction: listed request by request, run together, by grant copy in one
+//! call where the page isn't mapped, and then asked request by request. Which requests these are is the caller's business.
 #![deny(
     clippy::unwrap_used,
     clippy::expect_used,
@@ -7,6 +7,7 @@
     clippy::indexing_slicing
 )]
 
+use xenblk_grants::persistent::PersistentGrants;
 use xenblk_grants::{CopyOp, Direction, DomId, GrantRef, GrantTable, Slab};
 use xenblk_ring::Segment;
 
@@ -18,6 +19,16 @@ pub(super) struct Copies {
     ends: Vec<usize>,
     /// `ops` has been run, and their statuses mean something.
     valid: bool,
+    /// Those of `ops` whose page isn't mapped, while some are, and where they stand there.
+    unmapped: Vec<CopyOp>,
+    places: Vec<usize>,
+}
+
+/// How many segments went which way.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Moved {
+    pub(super) mapped: usize,
+    pub(super) copied: usize,
 }
 
 impl Copies {
@@ -63,10 +74,40 @@ impl Copies {
         self.ends.push(self.ops.len());
     }
 
-    /// One call for all of them. If it fails nothing has been copied that may be believed, and the
-    /// statuses are not looked at.
-    pub(super) fn run(&mut self, grants: &dyn GrantTable, dom: DomId, slab: &mut Slab) {
-        self.valid = grants.copy(dom, slab, &mut self.ops).is_ok();
+    /// Copies through the pages that are mapped, and in one grant copy everything else. If that fails
+    /// nothing of it has been copied that may be believed, and its statuses are not looked at.
+    pub(super) fn run(
+        &mut self,
+        grants: &dyn GrantTable,
+        persistent: Option<&PersistentGrants>,
+        dom: DomId,
+        slab: &mut Slab,
+    ) -> Moved {
+        let Some(persistent) = persistent.filter(|persistent| persistent.mapped() > 0) else {
+            self.valid = grants.copy(dom, slab, &mut self.ops).is_ok();
+            let (mapped, copied) = (0, self.ops.len());
+            return Moved { mapped, copied };
+        };
+        self.unmapped.clear();
+        self.places.clear();
+        for (place, op) in self.ops.iter_mut().enumerate() {
+            if !persistent.transfer(slab, op) {
+                self.unmapped.push(op.clone());
+                self.places.push(place);
+            }
+        }
+        if !self.unmapped.is_empty() && grants.copy(dom, slab, &mut self.unmapped).is_ok() {
+            for (&place, copied) in self.places.iter().zip(&self.unmapped) {
+                if let Some(op) = self.ops.get_mut(place) {
+                    op.status = copied.status;
+                }
+            }
+        }
+        // What the grant copy would have done is "not copied" from the start.
+        self.valid = true;
+        let copied = self.unmapped.len();
+        let mapped = self.ops.len().saturating_sub(copied);
+        Moved { mapped, copied }
     }
 
     /// Whether every segment of the `n`th listed request has been copied.

@@ -1,4 +1,4 @@
-//! One ring's service: takes requests in, moves their data by grant copy, drives their steps on the
+//! One ring's service: takes requests in, moves their data, drives their steps on the
 //! target, answers. Each turn makes at most one copy call per direction, one publish and one notify,
 //! whatever the number of requests. Nothing here waits, allocates per request or logs per request;
 //! how many requests there can be is bounded by the ring's entries.
@@ -12,6 +12,7 @@
     clippy::indexing_slicing
 )]
 
+mod data;
 mod intake;
 mod storm;
 
@@ -21,8 +22,9 @@ use std::rc::Rc;
 use std::time::Instant;
 
 use rustix::io::Errno;
+use xenblk_grants::persistent::PersistentGrants;
 use xenblk_grants::{Direction, DomId, EventChannels, GrantTable, Mapping, Port, SharedPages};
-use xenblk_ring::{BackRing, Corrupt, Request, Status, Token};
+use xenblk_ring::{BackRing, Corrupt, Status, Token};
 
 use super::copies::Copies;
 use super::engine::{Buffer, Engine, Io, SlabKey, Source, Tag};
@@ -71,6 +73,8 @@ pub(super) struct Owned {
     pub(super) dom: DomId,
     pub(super) back: BackRing<Mapping, SharedPages>,
     pub(super) grants: Box<dyn GrantTable>,
+    /// The grants it keeps mapped, if the frontend keeps them granted.
+    pub(super) persistent: Option<PersistentGrants>,
     pub(super) events: Box<dyn EventChannels>,
     pub(super) port: Port,
     pub(super) target: Box<dyn Target>,
@@ -158,9 +162,10 @@ impl RingService {
         if self.unplanned > 0 {
             self.fetch(engine);
         }
-        self.launch(engine);
+        self.launch(engine, now);
         self.end_chores(engine);
         let answered = self.answer();
+        self.purge_due(now);
         self.watch(engine);
         // What waits may have waited for what this turn gave back.
         if taken == TURN || self.can_fetch() || (answered && !self.waiting.is_empty()) {
@@ -175,7 +180,12 @@ impl RingService {
 
     /// When the ring wants a turn though nothing happens. `None` is the rule, and an idle ring's.
     pub(super) fn next_deadline(&self) -> Option<Instant> {
-        self.storm.until()
+        let purge = self
+            .own
+            .persistent
+            .as_ref()
+            .and_then(PersistentGrants::deadline);
+        [self.storm.until(), purge].into_iter().flatten().min()
     }
 
     /// Nothing taken in is unanswered.
@@ -204,20 +214,9 @@ impl RingService {
         self.own.back.finish(token, status);
     }
 
-    fn copy(&mut self, engine: &mut Engine, slab: SlabKey) {
-        if self.copies.segments() == 0 {
-            return;
-        }
-        self.count(Counter::Copies, 1);
-        self.count(Counter::CopiedSegments, self.copies.segments());
-        if let Some(slab) = engine.slab(slab) {
-            self.copies.run(&*self.own.grants, self.own.dom, slab);
-        }
-    }
-
     /// Starts waiting requests, in order, until one has to wait for bounce memory, for a segment
     /// table or for a request before it.
-    fn launch(&mut self, engine: &mut Engine) {
+    fn launch(&mut self, engine: &mut Engine, now: Instant) {
         self.copies.clear();
         self.writes.clear();
         while let Some(Waiting {
@@ -245,6 +244,9 @@ impl RingService {
             let Some(Waiting { token, .. }) = self.waiting.pop_front() else {
                 break;
             };
+            if buffer.is_some() {
+                self.want_grants(&token, now);
+            }
             let slot = token.slot();
             let data = buffer.as_ref().map(Buffer::offset);
             match data.filter(|_| !matches!(plan, Plan::Read(_))) {
@@ -269,6 +271,7 @@ impl RingService {
                 }
             }
         }
+        self.map_grants(now);
         self.copy(engine, self.own.slab);
         let writes = std::mem::take(&mut self.writes);
         for (n, &slot) in writes.iter().enumerate() {
@@ -279,25 +282,6 @@ impl RingService {
             }
         }
         self.writes = writes;
-    }
-
-    /// Lists the copies between the segments of one request and its buffer, which starts at `local`.
-    fn list_copies(&mut self, token: &Token, local: usize, direction: Direction) {
-        let direct = match self.own.back.request(token) {
-            Ok(Request::Rw(rw)) => Some(rw.segments),
-            Ok(Request::Flush(flush)) => flush.data.map(|data| data.segments),
-            Ok(Request::Barrier(barrier)) => barrier.data.map(|data| data.segments),
-            Ok(Request::Indirect(_) | Request::Discard(_)) | Err(_) => None,
-        };
-        match direct {
-            Some(direct) => {
-                let segments = direct.as_slice().iter().copied();
-                self.copies.list(segments, local, direction);
-            }
-            None => self
-                .copies
-                .list(self.own.back.segments(token), local, direction),
-        }
     }
 
     /// Hands the current step of a request to the target.

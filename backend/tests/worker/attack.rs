@@ -10,11 +10,11 @@ use proptest::test_runner::{Config, TestRunner};
 use xenblk_grants::CopyStatus;
 use xenblk_grants::fake::{DomainWords, FakeDomain};
 use xenblk_ring::{Abi, IndirectRequest, RawSlot, Request, RwOp, Segment, Words, layout};
-use xenblkd::message::{Command, Report};
+use xenblkd::message::{Command, Persistent, Report};
 use xenblkd::target::script::OpKind;
 
 use crate::service::Scripted;
-use crate::world::{ERROR, Front, GUEST, OKAY, Page, Terms, World, disk};
+use crate::world::{ERROR, Front, GUEST, OKAY, PERSISTENT, Page, Terms, World, disk};
 
 /// What the honest guest's disk and pages hold, and nobody else's.
 const SECRET: u8 = 0x5e;
@@ -156,9 +156,17 @@ fn rewrite(
 
 #[test]
 fn slots_and_lists_rewritten_all_the_time_harm_nobody() {
+    rewritten(&Terms::default());
+    rewritten(&Terms {
+        persistent: Some(PERSISTENT),
+        ..Terms::default()
+    });
+}
+
+fn rewritten(terms: &Terms) {
     let world = World::new();
     let mut honest = Honest::new(&world);
-    let mut bad = world.attach(&disk("memory:1M"), &Terms::default());
+    let mut bad = world.attach(&disk("memory:1M"), terms);
     let pages = Pages::new(&bad);
     let (ring, grefs) = (bad.ring.words().clone(), pages.grefs());
     let stop = AtomicBool::new(false);
@@ -536,10 +544,20 @@ impl<'a> Senseless<'a> {
         self.pages.assert_harmless(&self.front);
         let pages = &self.pages;
         let pages = [&pages.writable, &pages.readonly, &pages.lists];
-        for page in pages.into_iter().flatten().filter(|_| !self.lied) {
-            self.front.take_back(*page);
+        let pages: Vec<_> = pages.into_iter().flatten().copied().collect();
+        let kept = self.terms.persistent.is_some();
+        if !kept && !self.lied {
+            for page in &pages {
+                self.front.take_back(*page);
+            }
         }
         let_go(self.world, self.front, self.lied);
+        if kept {
+            for page in pages {
+                self.world.guest.end_access(page.gref).unwrap();
+                self.world.guest.free_page(page.gfn);
+            }
+        }
     }
 }
 
@@ -570,13 +588,22 @@ fn no_sequence_of_nonsense_harms_the_neighbour_or_leaves_anything() {
     let abi = prop::sample::select(Abi::ALL.to_vec());
     let pages = prop::sample::select(vec![1u32, 2, 16]);
     let actions = prop::collection::vec(action(), 1..120);
-    let sequence = (abi, pages, actions);
+    let persistent = prop::sample::select(vec![
+        None,
+        Some(PERSISTENT),
+        Some(Persistent {
+            max_grants: 3,
+            ..PERSISTENT
+        }),
+    ]);
+    let sequence = (abi, pages, persistent, actions);
     TestRunner::new(config)
-        .run(&sequence, |(abi, pages, actions)| {
+        .run(&sequence, |(abi, pages, persistent, actions)| {
             let terms = Terms {
                 abi,
                 pages,
                 bounce_bytes: 1 << 20,
+                persistent,
                 ..Terms::default()
             };
             let mut guest = Senseless::new(&world, terms);

@@ -5,6 +5,7 @@ mod beginning;
 mod ending;
 mod flushing;
 mod hostile;
+mod persistent;
 mod service;
 mod sharing;
 mod world;

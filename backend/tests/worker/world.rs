@@ -20,7 +20,7 @@ use xenblk_ring::{
     journal_bytes,
 };
 use xenblkd::channel::{Message, SupervisorEnd, process_pair, thread_pair};
-use xenblkd::message::{Attach, Command, HostKind, Report, RingId, VERSION};
+use xenblkd::message::{Attach, Command, HostKind, Persistent, Report, RingId, VERSION};
 use xenblkd::stats::{self, Reader, Snapshot};
 use xenblkd::target::{OpenMode, OpenedTarget, TargetSpec, open};
 
@@ -28,6 +28,13 @@ use xenblkd::target::{OpenMode, OpenedTarget, TargetSpec, open};
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
 /// Set in a worker's process.
 pub(crate) const WORKER_PROCESS: &str = "XENBLKD_TEST_WORKER";
+/// A small quota, so that it is used up.
+pub(crate) const PERSISTENT: Persistent = Persistent {
+    max_grants: 64,
+    window_pages: 128,
+    purge_percent: 5,
+    idle_seconds: 60,
+};
 pub(crate) const GUEST: DomId = DomId(5);
 const NEIGHBOUR: DomId = DomId(6);
 const BACKEND: DomId = DomId(0);
@@ -68,6 +75,7 @@ pub(crate) struct Terms {
     pub(crate) flusher: bool,
     pub(crate) bounce_bytes: u64,
     pub(crate) max_indirect: u16,
+    pub(crate) persistent: Option<Persistent>,
 }
 
 impl Terms {
@@ -79,6 +87,7 @@ impl Terms {
         flusher: true,
         bounce_bytes: 4 << 20,
         max_indirect: 256,
+        persistent: None,
     };
 }
 
@@ -250,6 +259,7 @@ impl World {
             event_channel: port.0,
             max_indirect_segments: terms.max_indirect,
             bounce_bytes: terms.bounce_bytes,
+            persistent: terms.persistent,
             readonly: terms.readonly,
             discard: terms.discard,
             secure_discard: false,

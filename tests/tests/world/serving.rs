@@ -216,7 +216,7 @@ fn the_store_looks_as_on_a_real_host() {
         "backend/vbd/1/51712/feature-discard=1",
         "backend/vbd/1/51712/feature-flush-cache=1",
         "backend/vbd/1/51712/feature-max-indirect-segments=256",
-        "backend/vbd/1/51712/feature-persistent=0",
+        "backend/vbd/1/51712/feature-persistent=1",
         "backend/vbd/1/51712/frontend-id=1",
         "backend/vbd/1/51712/frontend=/local/domain/1/device/vbd/51712",
         "backend/vbd/1/51712/info=0",

@@ -29,6 +29,8 @@ pub struct DeviceProperties {
     pub removable: bool,
     /// FLUSH_DISKCACHE is served.
     pub flush: bool,
+    /// Grants stay mapped for a frontend that keeps them (`feature-persistent`).
+    pub persistent: bool,
     /// DISCARD is served, with these parameters.
     pub discard: Option<DiscardProperties>,
 }
@@ -89,7 +91,7 @@ pub fn device_keys(device: &DeviceProperties, queues: u32) -> Keys {
         ("info", info.to_string()),
         ("feature-flush-cache", flag(device.flush)),
         ("feature-barrier", flag(device.flush && queues == 1)),
-        ("feature-persistent", flag(false)),
+        ("feature-persistent", flag(device.persistent)),
         ("feature-discard", flag(device.discard.is_some())),
     ];
     if let Some(discard) = device.discard {
@@ -259,6 +261,7 @@ mod tests {
             cdrom: false,
             removable: false,
             flush: true,
+            persistent: false,
             discard: None,
         };
         assert_eq!(
@@ -271,10 +274,12 @@ mod tests {
             granularity: 4096,
             alignment: 512,
         });
-        (device.readonly, device.cdrom) = (true, true);
+        (device.readonly, device.cdrom, device.persistent) = (true, true, true);
         let keys = text(&device_keys(&device, 1));
         assert!(
-            keys.contains(" info=5 ") && keys.contains(" feature-barrier=1 "),
+            keys.contains(" info=5 ")
+                && keys.contains(" feature-persistent=1 ")
+                && keys.contains(" feature-barrier=1 "),
             "{keys}"
         );
         assert!(keys.ends_with(

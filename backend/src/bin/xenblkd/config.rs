@@ -10,7 +10,7 @@ use std::str::FromStr;
 use serde::Deserialize;
 use serde::de::{self, Deserializer, Unexpected, Visitor};
 use xenblk_xenstore::vbd::Kind;
-use xenblkd::supervisor::{Limits, MAX_WORKERS};
+use xenblkd::supervisor::{Limits, MAX_WINDOW_PAGES, MAX_WORKERS, MERGE_ROOM};
 
 /// Read if it exists and no other file is named.
 pub(crate) const DEFAULT_PATH: &str = "/etc/xenblkd/xenblkd.toml";
@@ -55,6 +55,11 @@ struct LimitsTable {
     max_ring_page_order: Bounded<0, 4>,
     max_indirect_segments: Bounded<11, 256>,
     bounce_kib_per_ring: Bounded<1024, 1_048_576>,
+    max_persistent_grants: Bounded<0, 4096>,
+    persistent_window_pages: Bounded<64, MAX_WINDOW_PAGES>,
+    persistent_purge_percent: Bounded<1, 100>,
+    persistent_idle_seconds: Bounded<0, 86_400>,
+    maptrack_entries: Bounded<0, 16_777_216>,
 }
 
 impl Default for Config {
@@ -79,6 +84,11 @@ impl Default for LimitsTable {
             max_ring_page_order: Bounded(limits.max_ring_page_order),
             max_indirect_segments: Bounded(u32::from(limits.max_indirect_segments)),
             bounce_kib_per_ring: Bounded(kib),
+            max_persistent_grants: Bounded(limits.max_persistent_grants),
+            persistent_window_pages: Bounded(limits.persistent_window_pages),
+            persistent_purge_percent: Bounded(limits.persistent_purge_percent),
+            persistent_idle_seconds: Bounded(limits.persistent_idle_seconds),
+            maptrack_entries: Bounded(limits.maptrack_entries),
         }
     }
 }
@@ -101,7 +111,7 @@ impl Config {
 
     /// Where the file is said to be matters to errors only.
     fn parse(path: &Path, text: &str) -> Result<Self, ConfigError> {
-        toml::from_str(text).map_err(|error| {
+        let config: Self = toml::from_str(text).map_err(|error| {
             let before = error
                 .span()
                 .and_then(|span| text.get(..span.start))
@@ -113,7 +123,17 @@ impl Config {
                 line: before.matches('\n').count() + 1,
                 problem,
             }
-        })
+        })?;
+        let window = config.limits.persistent_window_pages.0;
+        let least = config.limits.max_persistent_grants.0 + MERGE_ROOM;
+        if window < least {
+            return Err(ConfigError::SmallWindow {
+                path: path.to_owned(),
+                window,
+                least,
+            });
+        }
+        Ok(config)
     }
 
     /// XenStore's socket or device. With nothing configured, the first that exists below `root`; the
@@ -160,6 +180,11 @@ impl Config {
             max_ring_page_order: table.max_ring_page_order.0,
             max_indirect_segments: u16::try_from(table.max_indirect_segments.0).unwrap_or(u16::MAX),
             bounce_bytes: u64::from(table.bounce_kib_per_ring.0) << 10,
+            max_persistent_grants: table.max_persistent_grants.0,
+            persistent_window_pages: table.persistent_window_pages.0,
+            persistent_purge_percent: table.persistent_purge_percent.0,
+            persistent_idle_seconds: table.persistent_idle_seconds.0,
+            maptrack_entries: table.maptrack_entries.0,
         }
     }
 
@@ -200,6 +225,16 @@ fn read(path: &Path) -> io::Result<String> {
 pub(crate) enum ConfigError {
     #[error("cannot read {}: {error}; expected a readable TOML file", path.display())]
     Unreadable { path: PathBuf, error: io::Error },
+    #[error(
+        "{}: persistent-window-pages is {window}, expected at least {least}: max-persistent-grants and \
+         {MERGE_ROOM} more",
+        path.display()
+    )]
+    SmallWindow {
+        path: PathBuf,
+        window: u32,
+        least: u32,
+    },
     #[error("{}:{line}: {problem}", path.display())]
     Wrong {
         path: PathBuf,
@@ -366,7 +401,7 @@ mod tests {
             .filter(|line| !line.starts_with('#') && line.contains('='));
         assert_eq!(
             keys.count(),
-            9,
+            14,
             "a key is missing from the example, or from this count"
         );
     }
@@ -375,7 +410,9 @@ mod tests {
     fn values_arrive() {
         let config = parse(
             "log-level = \"debug\"\nxenstore = \"/x\"\nbackend-kind = \"vbd3\"\nstate-directory = \"/s\"\nworkers = 2\n[limits]\n\
-             max-queues = 3\nmax-ring-page-order = 0\nmax-indirect-segments = 32\nbounce-kib-per-ring = 4096\n",
+             max-queues = 3\nmax-ring-page-order = 0\nmax-indirect-segments = 32\nbounce-kib-per-ring = 4096\n\
+             max-persistent-grants = 100\npersistent-window-pages = 132\npersistent-purge-percent = 50\n\
+             persistent-idle-seconds = 0\nmaptrack-entries = 1000\n",
         )
         .unwrap();
         assert_eq!(config.log_level.to_string(), "debug");
@@ -388,6 +425,11 @@ mod tests {
             max_ring_page_order: 0,
             max_indirect_segments: 32,
             bounce_bytes: 4 << 20,
+            max_persistent_grants: 100,
+            persistent_window_pages: 132,
+            persistent_purge_percent: 50,
+            persistent_idle_seconds: 0,
+            maptrack_entries: 1000,
         };
         assert_eq!(config.limits(), expected);
     }
@@ -434,6 +476,30 @@ mod tests {
             (
                 "[limits]\nbounce-kib-per-ring = 4",
                 "F:2: invalid value: integer `4`, expected an integer from 1024 to 1048576",
+            ),
+            (
+                "[limits]\nmax-persistent-grants = 4097",
+                "F:2: invalid value: integer `4097`, expected an integer from 0 to 4096",
+            ),
+            (
+                "[limits]\npersistent-purge-percent = 0",
+                "F:2: invalid value: integer `0`, expected an integer from 1 to 100",
+            ),
+            (
+                "[limits]\npersistent-idle-seconds = 86401",
+                "F:2: invalid value: integer `86401`, expected an integer from 0 to 86400",
+            ),
+            (
+                "[limits]\nmaptrack-entries = -1",
+                "F:2: invalid value: integer `-1`, expected an integer from 0 to 16777216",
+            ),
+            (
+                "[limits]\npersistent-window-pages = 40000",
+                "F:2: invalid value: integer `40000`, expected an integer from 64 to 32768",
+            ),
+            (
+                "[limits]\npersistent-window-pages = 1087",
+                "F: persistent-window-pages is 1087, expected at least 1088: max-persistent-grants and 32 more",
             ),
             (
                 "[limit]\n",

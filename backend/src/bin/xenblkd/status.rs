@@ -87,7 +87,7 @@ fn on_one_line(text: &str) -> String {
     text.chars().map(shown).collect()
 }
 
-const HEADINGS: [&str; 13] = [
+const HEADINGS: [&str; 15] = [
     "queue",
     "worker",
     "pid",
@@ -101,6 +101,9 @@ const HEADINGS: [&str; 13] = [
     "errors",
     "requests/notify",
     "late unmasks",
+    // Persistent grants mapped now, and the share of segments that went through one.
+    "grants",
+    "hits",
 ];
 
 fn rings(text: &mut String, rings: &[RingStatus]) {
@@ -132,6 +135,13 @@ fn row(ring: &RingStatus) -> [String; HEADINGS.len()] {
         || "-".to_owned(),
         |tenths| format!("{}.{}", tenths / 10, tenths % 10),
     );
+    let segments = counters
+        .persistent_hits
+        .saturating_add(counters.copied_segments);
+    let hits = counters
+        .persistent_hits
+        .saturating_mul(100)
+        .checked_div(segments);
     [
         ring.queue.to_string(),
         ring.worker.to_string(),
@@ -147,6 +157,8 @@ fn row(ring: &RingStatus) -> [String; HEADINGS.len()] {
         counters.errors.to_string(),
         ratio,
         counters.delayed_unmasks.to_string(),
+        counters.persistent_grants.to_string(),
+        hits.map_or_else(|| "-".to_owned(), |percent| format!("{percent}%")),
     ]
 }
 
@@ -186,6 +198,9 @@ mod tests {
             notifies: 100,
             in_flight: 2,
             delayed_unmasks: 5,
+            persistent_grants: 352,
+            persistent_hits: 1990,
+            copied_segments: 10,
             ..Snapshot::default()
         };
         let first = RingStatus {
@@ -228,9 +243,9 @@ mod tests {
         };
         let expected = "\
 domain 3 vbd 51712: Connected, 10.0 GiB, read-write, raw:/dev/vg/guest
-    queue  worker   pid  in flight  reads     read  writes  written  flushes  discards  errors  requests/notify  late unmasks
-        0       1  4321          2   1000  3.9 MiB      20    512 B        3         0       0             10.2             5
-        1       0     -          0      0      0 B       0      0 B        0         0       0                -             0
+    queue  worker   pid  in flight  reads     read  writes  written  flushes  discards  errors  requests/notify  late unmasks  grants  hits
+        0       1  4321          2   1000  3.9 MiB      20    512 B        3         0       0             10.2             5     352   99%
+        1       0     -          0      0      0 B       0      0 B        0         0       0                -             0       0     -
 domain 4 vbd 51712: InitWait, size unknown, read-only, /no\\nsuch
     error: /no\\nsuch: can't find it
     waiting for I/O for 75 s
