@@ -251,7 +251,11 @@ impl MapDevice for Device {
     fn take_back(&self, index: u64, pages: usize) -> io::Result<()> {
         let count = u32::try_from(pages).map_err(|_| io::ErrorKind::InvalidInput)?;
         let index = u32::try_from(index).map_err(|_| io::ErrorKind::InvalidInput)?;
-        self.call(&Request::Unmap { index, count }).map(drop)
+        match self.call(&Request::Unmap { index, count }) {
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Err(error),
+            // Done, or the hypervisor is gone, and every mapping with it.
+            _ => Ok(()),
+        }
     }
 
     fn mapped(&self) -> &Cell<usize> {

@@ -15,7 +15,7 @@ use xenblk_ring::{
     journal_bytes,
 };
 use xenblkd::channel::{Message, SupervisorEnd, thread_pair};
-use xenblkd::message::{Attach, Command, HostKind, Report, RingId, VERSION};
+use xenblkd::message::{Attach, Command, HostKind, Persistent, Report, RingId, VERSION};
 use xenblkd::stats;
 use xenblkd::target::{OpenMode, OpenedTarget, TargetSpec, open};
 
@@ -80,6 +80,7 @@ impl Host {
             pages: 1,
             readonly: false,
             flusher: true,
+            persistent: false,
         };
         let ring = host.attach(&guest, terms);
         host.honest = Some(Honest::new(guest, ring));
@@ -121,6 +122,7 @@ impl Host {
             event_channel: ring.port.0,
             max_indirect_segments: 256,
             bounce_bytes: 2 << 20,
+            persistent: terms.persistent.then_some(PERSISTENT),
             readonly: terms.readonly,
             discard: true,
             secure_discard: false,
@@ -148,11 +150,17 @@ impl Host {
     }
 
     fn host_guest(&mut self, input: &mut Input<'_>) {
+        let (abi, pages) = (
+            input.pick(&[Abi::X86_64, Abi::X86_32, Abi::Arm]),
+            input.pick(&[1, 2]),
+        );
+        let (readonly, with) = (input.u8().is_multiple_of(8), input.u8());
         let terms = Terms {
-            abi: input.pick(&[Abi::X86_64, Abi::X86_32, Abi::Arm]),
-            pages: input.pick(&[1, 2]),
-            readonly: input.u8().is_multiple_of(8),
-            flusher: !input.u8().is_multiple_of(8),
+            abi,
+            pages,
+            readonly,
+            flusher: !with.is_multiple_of(8),
+            persistent: with & 16 != 0,
         };
         let domain = must("a guest", self.xen.domain(HOSTILE, 64));
         let ring = self.attach(&domain, terms);
@@ -211,6 +219,14 @@ fn readable(fd: impl AsFd) {
     let _ = poll(&mut [PollFd::new(&fd, PollFlags::IN)], Some(&limit));
 }
 
+/// Fewer grants than a guest has pages.
+const PERSISTENT: Persistent = Persistent {
+    max_grants: 8,
+    window_pages: 64,
+    purge_percent: 5,
+    idle_seconds: 1,
+};
+
 #[derive(Clone, Copy)]
 struct Terms {
     abi: Abi,
@@ -218,6 +234,8 @@ struct Terms {
     readonly: bool,
     /// There is one to be had; flushes and discards fail where there is none.
     flusher: bool,
+    /// Whether grants stay mapped.
+    persistent: bool,
 }
 
 /// The disk's flusher, in a thread that ends with this and the ring.
