@@ -277,7 +277,10 @@ impl Engine {
         let of_ring = |pending: &&Pending| match pending {
             Pending::Io { tag, .. } => tag.ring == ring,
             Pending::Port { ring: at, .. } => *at == ring,
-            Pending::Poll { source } => *source == Source::Target(ring),
+            Pending::Poll { source } => match source {
+                Source::Port(at) | Source::Target(at) | Source::Flusher(at) => *at == ring,
+                Source::Channel => false,
+            },
             Pending::Cancel => false,
         };
         self.pending.iter().flatten().filter(of_ring).count()

@@ -232,6 +232,7 @@ fn the_store_looks_as_on_a_real_host() {
         "backend/vbd/1/51712/sectors=2097152",
         "backend/vbd/1/51712/specification=xen",
         "backend/vbd/1/51712/state=4",
+        "backend/vbd/1/51712/target-status=open",
         "backend/vbd/1/51712/type=phy",
         "device/vbd/51712/backend-id=0",
         "device/vbd/51712/backend=/local/domain/0/backend/vbd/1/51712",
