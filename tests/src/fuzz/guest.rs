@@ -80,7 +80,7 @@ impl Host {
             pages: 1,
             readonly: false,
             flusher: true,
-            persistent: false,
+            persistent: true,
         };
         let ring = host.attach(&guest, terms);
         host.honest = Some(Honest::new(guest, ring));

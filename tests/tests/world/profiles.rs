@@ -23,6 +23,7 @@ fn every_profile_fills_a_file_and_lets_go_of_it() {
         let (attached, disk) = world.attach(&guest, 0, &raw(&path)).unwrap();
         assert_eq!(disk.queues(), config.queues as usize, "{}", profile.name);
         assert_eq!(disk.info().discard, profile.requests.discard);
+        assert_eq!(disk.persistent(), profile.grants.persistent);
         verify(&disk, SIZE, seed);
         flush(&disk).unwrap();
         let (offset, len) = (MIB, MIB);
@@ -37,6 +38,13 @@ fn every_profile_fills_a_file_and_lets_go_of_it() {
         let disk = world.reset(&attached).unwrap();
         let layout = verify(&disk, SIZE, seed);
         flush(&disk).unwrap();
+        let rings = status(&world.control()).disks.swap_remove(0).rings;
+        for ring in rings {
+            let counters = ring.counters;
+            assert_eq!(counters.persistent_hits > 0, profile.grants.persistent);
+            // Nothing is mapped for a single use.
+            assert_eq!(counters.maps > 0, profile.grants.persistent);
+        }
         world.detach(attached).unwrap();
         wait_until_let_go(&world);
         assert_file_holds(&path, &layout);

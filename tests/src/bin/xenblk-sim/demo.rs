@@ -174,8 +174,10 @@ fn print_rings(disk: &Disk, outcomes: &[Outcome], backend: &[RingStatus]) -> std
                 table::time(outcome.latency.percentile(990)),
                 table::ratio(outcome.requests, notifies),
                 table::ratio(outcome.requests, events),
+                backend.counters.persistent_hits.to_string(),
+                backend.counters.maps.to_string(),
                 backend.counters.copies.to_string(),
-                table::ratio(backend.counters.copied_segments, backend.counters.copies),
+                backend.counters.purges.to_string(),
             ]
         })
         .collect();
@@ -188,8 +190,10 @@ fn print_rings(disk: &Disk, outcomes: &[Outcome], backend: &[RingStatus]) -> std
         "p99",
         "requests/notify",
         "responses/event",
+        "hits",
+        "maps",
         "copies",
-        "segments/copy",
+        "purges",
     ];
     table::write(&mut stdout().lock(), &heads, &rows)
 }

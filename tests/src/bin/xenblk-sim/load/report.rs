@@ -88,8 +88,10 @@ impl Row {
             time(self.max_us),
             table::ratio(self.requests, self.guest.notifies),
             table::ratio(self.requests, self.guest.events),
+            self.backend.persistent_hits.to_string(),
+            self.backend.maps.to_string(),
             self.backend.copies.to_string(),
-            table::ratio(self.backend.copied_segments, self.backend.copies),
+            self.backend.purges.to_string(),
             self.errors.to_string(),
         ]
     }
@@ -158,8 +160,10 @@ impl Run {
             "max",
             "requests/notify",
             "responses/event",
+            "hits",
+            "maps",
             "copies",
-            "segments/copy",
+            "purges",
             "errors",
         ];
         let mut out = stdout().lock();
