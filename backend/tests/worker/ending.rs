@@ -230,6 +230,7 @@ fn a_worker_refuses_a_supervisor_of_another_version() {
 #[test]
 fn a_worker_process() {
     if std::env::var_os(WORKER_PROCESS).is_some() {
+        crate::steady::watch();
         let channel = xenblkd::channel::inherited().unwrap();
         let code = xenblkd::worker::main(channel, Box::new(|_| {}));
         std::process::exit(i32::from(code != std::process::ExitCode::SUCCESS));

@@ -8,4 +8,5 @@ mod hostile;
 mod persistent;
 mod service;
 mod sharing;
+mod steady;
 mod world;

@@ -10,7 +10,7 @@ use crate::world::{ERROR, Front, LIMIT, OKAY, PERSISTENT, Page, Terms, World, di
 /// As many pages as a batch has requests, and more.
 const PAGES: usize = 48;
 
-fn terms(max_grants: u32) -> Terms {
+pub(crate) fn terms(max_grants: u32) -> Terms {
     Terms {
         persistent: Some(Persistent {
             max_grants,
@@ -22,7 +22,7 @@ fn terms(max_grants: u32) -> Terms {
 }
 
 /// A guest that uses the same writable pages again and again.
-struct Keeper<'a> {
+pub(crate) struct Keeper<'a> {
     world: &'a World,
     front: Front,
     pages: Vec<Page>,
@@ -30,7 +30,7 @@ struct Keeper<'a> {
 }
 
 impl<'a> Keeper<'a> {
-    fn new(world: &'a World, terms: &Terms) -> Self {
+    pub(crate) fn new(world: &'a World, terms: &Terms) -> Self {
         let front = world.attach(&disk("memory:4M"), terms);
         let pages = (0..PAGES).map(|_| front.page(false)).collect();
         let round = 0;
@@ -43,7 +43,7 @@ impl<'a> Keeper<'a> {
     }
 
     /// A batch of writes and one of reads, in pages of their own, that must bring back what was written.
-    fn round(&mut self) {
+    pub(crate) fn round(&mut self) {
         self.round += 1;
         let round = self.round;
         let byte = |n: usize| (round * 31 + n) as u8;

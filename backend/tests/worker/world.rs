@@ -4,6 +4,7 @@
 use std::collections::HashMap;
 use std::fs::File;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 use std::process::{Child, Command as Process, Stdio};
 use std::sync::Arc;
 use std::sync::mpsc::Sender;
@@ -23,6 +24,8 @@ use xenblkd::channel::{Message, SupervisorEnd, process_pair, thread_pair};
 use xenblkd::message::{Attach, Command, HostKind, Persistent, Report, RingId, VERSION};
 use xenblkd::stats::{self, Reader, Snapshot};
 use xenblkd::target::{OpenMode, OpenedTarget, TargetSpec, open};
+
+use crate::steady;
 
 /// How long anything may take before a test fails; nothing is measured with it.
 pub(crate) const LIMIT: Duration = Duration::from_secs(60);
@@ -111,8 +114,19 @@ impl World {
     /// The worker is another process: this executable, which then runs
     /// [`a_worker_process`](crate::ending::a_worker_process) only.
     pub(crate) fn in_a_process() -> Self {
+        Self::in_the_process(Process::new(std::env::current_exe().unwrap()))
+    }
+
+    /// A worker that asks at `socket` when to do without new mappings: see [`steady`](crate::steady).
+    pub(crate) fn watched_at(socket: &Path) -> Self {
+        let mut process = Process::new(std::env::current_exe().unwrap());
+        process.env(steady::SOCKET, socket);
+        Self::in_the_process(process)
+    }
+
+    fn in_the_process(mut process: Process) -> Self {
         let (supervisor, end) = process_pair().unwrap();
-        let child = Process::new(std::env::current_exe().unwrap())
+        let child = process
             .args(["--exact", "ending::a_worker_process", "--nocapture"])
             .env(WORKER_PROCESS, "1")
             .stdin(Stdio::from(end))
