@@ -84,6 +84,8 @@ struct Ring {
     /// Its worker's; known once it has one.
     fence: Option<u64>,
     state: RingState,
+    /// Why it isn't being served yet, once that has taken long.
+    unbound: Option<String>,
     counters: Counters,
     /// Held as long as something may be mapped for it.
     _share: Share,
@@ -162,6 +164,7 @@ impl Connection {
                 pid: None,
                 fence: None,
                 state: RingState::Attaching,
+                unbound: None,
                 counters: ready.counters,
                 _share: ready.share,
             }
@@ -203,9 +206,10 @@ impl Connection {
         self.announced = true;
     }
 
-    /// Why the disk refuses writes, if it does.
-    pub(super) fn degraded(&self) -> Option<&str> {
-        self.degraded.as_deref()
+    /// What is wrong although the device goes on: it refuses writes, or a ring can't have its port yet.
+    pub(super) fn complaint(&self) -> Option<&str> {
+        let unbound = self.rings.iter().find_map(|ring| ring.unbound.as_deref());
+        self.degraded.as_deref().or(unbound)
     }
 
     /// Number of rings.
@@ -265,6 +269,7 @@ impl Connection {
             RingEvent::Placed { pid, fence } => (ring.pid, ring.fence) = (pid, Some(fence)),
             RingEvent::Report(Report::Attached { .. }) if ring.state == RingState::Attaching => {
                 ring.state = RingState::Serving;
+                ring.unbound = None;
             }
             RingEvent::Report(Report::Detached { left, .. }) if left.is_nothing() => {
                 ring.state = RingState::Gone { lost: false };
@@ -277,7 +282,9 @@ impl Connection {
                 ));
             }
             RingEvent::Report(Report::Unbound { reason, .. }) => {
-                return Change::Notice(format!("queue {queue}: {reason}; trying on"));
+                let reason = format!("queue {queue}: {reason}; trying on");
+                ring.unbound = Some(reason.clone());
+                return Change::Notice(reason);
             }
             RingEvent::Report(Report::AttachFailed { reason, .. }) => {
                 ring.state = RingState::Gone { lost: false };

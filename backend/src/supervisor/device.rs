@@ -541,7 +541,7 @@ impl Device {
         let trouble = self.trouble.as_ref().map(|trouble| trouble.reason.as_str());
         let error = trouble
             .or(self.rival.as_deref())
-            .or(self.connection.as_ref().and_then(Connection::degraded));
+            .or(self.connection.as_ref().and_then(Connection::complaint));
         let disk = DiskStatus {
             domid: self.path.domid,
             devid: self.path.devid,

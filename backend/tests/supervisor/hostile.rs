@@ -191,3 +191,30 @@ async fn a_corrupt_ring_ends_its_own_connection_only() {
     bad.check_data(0, 0x47).await;
     good.check_data(0, 0x48).await;
 }
+
+/// It may be one that another process still has, so the device goes on, and says so.
+#[tokio::test]
+async fn a_port_that_is_not_to_be_had_is_shown_and_detached_from() {
+    let world = World::started().await;
+    world.attach(1, XVDA, "memory:1M", "w").await;
+    let mut guest = Guest::new(&world, 1, XVDA).await;
+    world.reaches(1, XVDA, "2").await;
+    let mut keys = guest.make_rings(2, 0);
+    set(&mut keys, "queue-1/event-channel", "4000");
+    guest.publish(&keys, "3").await;
+    let error = world.error(1, XVDA).await;
+    assert!(
+        error.starts_with("queue 1: can't bind event channel 4000: ")
+            && error.ends_with("; trying on"),
+        "{error}"
+    );
+    let status = world.status(1, XVDA).await.unwrap();
+    assert_eq!(
+        (status.state.as_str(), status.error),
+        ("InitWait", Some(error))
+    );
+    world.ask_to_detach(1, XVDA).await;
+    guest.set_state("5").await;
+    guest.finish_closing(&world).await;
+    world.assert_nothing_held(1);
+}
