@@ -6,11 +6,13 @@ use std::time::Duration;
 use xenblk_grants::fake::{PortInfo, PortState};
 use xenblk_ring::RwOp;
 use xenblkd::channel::{Message, RecvError};
-use xenblkd::message::{Command, Report, VERSION};
+use xenblkd::message::{Command, Left, Report, VERSION};
 use xenblkd::target::script::OpKind;
 
 use crate::service::Scripted;
-use crate::world::{ERROR, LIMIT, OKAY, Terms, WORKER_PROCESS, World, disk};
+use crate::world::{
+    ERROR, GUEST, LIMIT, OKAY, PERSISTENT, Page, Terms, WORKER_PROCESS, World, disk,
+};
 
 #[test]
 fn requests_that_were_there_before_the_ring_was_attached_are_served() {
@@ -290,4 +292,56 @@ fn a_killed_worker_holds_nothing_and_its_successor_serves_the_disk() {
     assert_eq!(front.settle()[&id], OKAY);
     assert_eq!(front.bytes(page), [0; 4096]);
     world.detach(front);
+}
+
+/// However a frontend with mapped grants ends, none is left once the storage has let go of its requests, and
+/// none goes before.
+#[test]
+fn mapped_grants_go_when_the_storage_has_let_go() {
+    type End = fn(&World, &[Page]);
+    let ends: [End; 3] = [
+        |_, _| (),
+        |world, _| world.xen.kill_domain(GUEST),
+        |world, pages| {
+            for page in pages {
+                world.guest.revoke(page.gref);
+            }
+        },
+    ];
+    for end in ends {
+        let world = World::new();
+        let script = Scripted::new();
+        let terms = Terms {
+            persistent: Some(PERSISTENT),
+            ..Terms::default()
+        };
+        let mut front = world.attach(&script.target, &terms);
+        let ring = world.mapped();
+        let pages: Vec<Page> = (0..8).map(|_| front.page(false)).collect();
+        for (page, sector) in pages.iter().zip((0..).step_by(8)) {
+            let op = [RwOp::Read, RwOp::Write][sector as usize / 8 % 2];
+            let request = front.rw(op, sector, &[page.whole()]);
+            front.push(&request);
+        }
+        front.kick();
+        let stuck: Vec<_> = pages.iter().map(|_| script.next()).collect();
+        assert_eq!(world.mapped(), ring + pages.len());
+        end(&world, &pages);
+        world.command(Command::Detach { ring: front.id });
+        let early = world.report_within(Duration::from_millis(50));
+        assert!(early.is_none(), "its I/O is under way: {early:?}");
+        assert!(world.mapped() > 0);
+        for op in stuck {
+            op.go().unwrap();
+        }
+        match world.report() {
+            Report::Detached { ring, left } => {
+                assert_eq!((ring, left), (front.id, Left::default()));
+            }
+            report => panic!("{report:?}"),
+        }
+        assert_eq!(world.mapped(), 0);
+        assert!(world.xen.snapshot().zombies.is_empty());
+        assert!(script.target.fence_free(0).unwrap());
+    }
 }
