@@ -1,6 +1,6 @@
 //! A ring's counters in a page shared by the worker, which alone writes, and the supervisor, which
-//! reads. Counters only grow, except [`Snapshot::in_flight`], [`Snapshot::flushing_since`] and
-//! [`Snapshot::persistent_grants`]; each is read on its own, so two of one
+//! reads. Counters only grow, except [`Snapshot::in_flight`], [`Snapshot::flushing_since`],
+//! [`Snapshot::persistent_grants`] and [`Snapshot::memory_bytes`]; each is read on its own, so two of one
 //! snapshot may be a few requests apart.
 
 use std::sync::atomic::Ordering;
@@ -100,6 +100,9 @@ counters! {
     /// Since when a flush has not been answered by the storage, in milliseconds of CLOCK_MONOTONIC; 0 if
     /// none is under way.
     flushing_since FlushingSince,
+    /// Memory of ours the ring may use at most, in bytes: journal, statistics, bounce memory and segment
+    /// descriptors. Set once.
+    memory_bytes MemoryBytes,
 }
 
 /// Bytes of a statistics page.

@@ -79,6 +79,11 @@ impl Slab {
         })
     }
 
+    /// Bytes reserved.
+    pub fn size(&self) -> usize {
+        self.pages.pages().saturating_mul(XEN_PAGE_SIZE)
+    }
+
     /// Keeps every page that is touched from now on in memory, so that no request waits for the host's swap,
     /// which may be a guest's disk.
     pub fn lock(&self) -> io::Result<()> {

@@ -20,7 +20,7 @@ use super::ring::{FETCH_LEN, Owned, RingService};
 use super::upkeep::Upkeep;
 use crate::message::{Attach, HostKind, Left, Persistent, RingId};
 use crate::plan::Rules;
-use crate::stats::{self, Writer};
+use crate::stats::{self, Counter, Writer};
 use crate::target::WorkerTargetKind;
 use crate::target::serve::{self, Target};
 
@@ -89,6 +89,9 @@ pub(super) fn prepare(
     let slab = bounce(message).map_err(at("reserve bounce memory"))?;
     let fetch = Slab::reserve(FETCH_LEN as usize).map_err(at("reserve bounce memory"))?;
     keep_in_memory(&[journal.lock(), slab.lock(), fetch.lock()]);
+    let stats = Writer::new(page);
+    let memory = bytes + stats::BYTES + slab.size() + fetch.size();
+    stats.set(Counter::MemoryBytes, memory as u64);
     let target = serve::attach(&message.target, fds.collect(), around.fence)
         .map_err(at("take over the target"))?;
 
@@ -119,7 +122,7 @@ pub(super) fn prepare(
         slab,
         fetch,
         rules: rules(message),
-        stats: Writer::new(page),
+        stats,
         // Of the highest level, so that whatever is logged has it.
         span: tracing::error_span!("ring", domid, devid, queue),
     })

@@ -364,6 +364,9 @@ fn load_reports_each_number_of_rings_in_json() {
         );
         assert_eq!(run["total"]["errors"], 0);
         assert_eq!(run["total"]["backend"]["reads"], requests);
+        // What a ring may use is bounded by what the supervisor gives it, and a little.
+        let memory = run["rings"][0]["backend"]["memory_bytes"].as_u64().unwrap();
+        assert!((8 << 20..9 << 20).contains(&memory), "{memory} bytes");
     }
     assert_nothing_left(folder.path());
 }

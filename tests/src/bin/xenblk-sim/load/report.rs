@@ -178,9 +178,12 @@ impl Run {
         } else {
             ""
         };
+        // Each ring has the same.
+        let ring = self.rings.first();
+        let memory = ring.map_or(0, |ring| ring.backend.memory_bytes >> 10);
         writeln!(
             out,
-            "{}, {grants}, {} pages mapped after detach{partial}\n",
+            "{}, {grants}, at most {memory} KiB of memory a ring, {} pages mapped after detach{partial}\n",
             self.profile, self.leaks
         )
     }
