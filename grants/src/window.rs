@@ -223,11 +223,12 @@ impl Window {
                 index,
             }),
             Err(error) => {
-                let _ = device.take_back(index, refs.len());
+                // First of all: until then anybody's mmap may land there.
                 match self.reserve_again(start, pages) {
                     Ok(()) => self.free.free(start, pages),
                     Err(_) => self.lost.push(start..start.saturating_add(pages)),
                 }
+                let _ = device.take_back(index, refs.len());
                 Err(MapError::of(error))
             }
         }
@@ -317,4 +318,101 @@ const RESERVED: MapFlags = MapFlags::PRIVATE.union(MapFlags::NORESERVE);
 
 fn bytes(pages: u32) -> usize {
     (pages as usize).saturating_mul(XEN_PAGE_SIZE)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A device that refuses every map, and what is found in the hole that leaves.
+    struct Refusing {
+        mapped: Cell<usize>,
+        /// Somebody maps a page of their own there before the hole is reserved again.
+        occupied: Cell<Option<*mut u8>>,
+        occupies: bool,
+        given_back: Cell<usize>,
+    }
+
+    impl MapDevice for Refusing {
+        fn note(&self, _: DomId, _: &[GrantRef]) -> io::Result<u64> {
+            Ok(7)
+        }
+
+        unsafe fn place(&self, index: u64, pages: usize, at: *mut u8) -> io::Result<()> {
+            assert_eq!(index, 7);
+            let len = pages * XEN_PAGE_SIZE;
+            // SAFETY: the caller owns the range.
+            unsafe { rustix::mm::munmap(at.cast(), len) }.unwrap();
+            if self.occupies {
+                let prot = ProtFlags::READ | ProtFlags::WRITE;
+                let flags = MapFlags::PRIVATE | MapFlags::FIXED_NOREPLACE;
+                // SAFETY: FIXED_NOREPLACE replaces nothing.
+                let page =
+                    unsafe { rustix::mm::mmap_anonymous(at.cast(), XEN_PAGE_SIZE, prot, flags) };
+                self.occupied.set(Some(page.unwrap().cast()));
+            }
+            Err(Errno::INVAL.into())
+        }
+
+        fn take_back(&self, index: u64, pages: usize) -> io::Result<()> {
+            assert_eq!(index, 7);
+            self.given_back.set(self.given_back.get() + pages);
+            Ok(())
+        }
+
+        fn mapped(&self) -> &Cell<usize> {
+            &self.mapped
+        }
+    }
+
+    fn refusing(occupies: bool) -> Refusing {
+        Refusing {
+            mapped: Cell::new(0),
+            occupied: Cell::new(None),
+            occupies,
+            given_back: Cell::new(0),
+        }
+    }
+
+    #[test]
+    fn a_window_begins_where_a_page_table_does() {
+        for pages in [1, 511, 512, 2048] {
+            let window = Window::reserve(pages).unwrap();
+            assert_eq!(window.base.as_ptr().addr() % TABLE_SPAN, 0);
+            assert_eq!((window.pages(), window.free_pages()), (pages, pages));
+        }
+        for pages in [0, 65_537, usize::MAX] {
+            assert!(Window::reserve(pages).is_err());
+        }
+    }
+
+    #[test]
+    fn a_hole_is_reserved_again_and_its_pages_are_free() {
+        let device = refusing(false);
+        let mut window = Window::reserve(8).unwrap();
+        for _ in 0..3 {
+            let refused = window.map(&device, DomId(1), &[GrantRef(1); 8]);
+            assert!(matches!(refused, Err(MapError::Refused)));
+            assert_eq!(window.free_pages(), 8);
+        }
+        assert_eq!((device.given_back.get(), device.mapped.get()), (24, 0));
+    }
+
+    /// Another thread's mapping, in a process that has one.
+    #[test]
+    fn a_hole_that_somebody_else_fills_is_theirs() {
+        let device = refusing(true);
+        let mut window = Window::reserve(8).unwrap();
+        assert!(window.map(&device, DomId(1), &[GrantRef(1); 4]).is_err());
+        assert_eq!(window.free_pages(), 4);
+        assert!(window.map(&device, DomId(1), &[GrantRef(1); 4]).is_err());
+        let none = window.map(&device, DomId(1), &[GrantRef(1)]);
+        assert!(matches!(none, Err(MapError::NoRoom)));
+        let theirs = device.occupied.get().unwrap();
+        drop(window);
+        // SAFETY: a page mapped above, which nobody else knows of.
+        unsafe { theirs.write(5) };
+        // SAFETY: as above, and last used here.
+        unsafe { rustix::mm::munmap(theirs.cast(), XEN_PAGE_SIZE) }.unwrap();
+    }
 }
