@@ -2,10 +2,11 @@
 
 use std::time::{Duration, Instant};
 
+use xenblk_grants::DomId;
 use xenblk_ring::RwOp;
-use xenblkd::message::Persistent;
+use xenblkd::message::{Command, Persistent, Report};
 
-use crate::world::{ERROR, Front, LIMIT, OKAY, PERSISTENT, Page, Terms, World, disk};
+use crate::world::{ERROR, Front, GUEST, LIMIT, OKAY, PERSISTENT, Page, Terms, World, disk};
 
 /// As many pages as a batch has requests, and more.
 const PAGES: usize = 48;
@@ -309,4 +310,59 @@ fn indirect_pages_are_copied_once_however_their_grants_are_mapped() {
     for page in pages.into_iter().chain([list]) {
         world.guest.end_access(page.gref).unwrap();
     }
+}
+
+#[test]
+fn a_guest_that_changes_its_grants_all_the_time_is_copied_for() {
+    const QUOTA: u32 = 64;
+    let world = World::new();
+    let neighbour = world.neighbour();
+    let mut honest = world.attach_of(&neighbour, &disk("memory:4M"), &Terms::default());
+    let mut front = world.attach(&disk("memory:4M"), &terms(QUOTA));
+    let gfn = front.page(false).gfn;
+    let began = Instant::now();
+    let mut grefs = Vec::new();
+    for round in 0..60u8 {
+        for _ in 0..32 {
+            let gref = world.guest.grant(gfn, DomId(0), false).unwrap();
+            let segment = Page { gfn, gref }.whole();
+            let read = front.rw(RwOp::Read, 0, &[segment; 11]);
+            front.push(&read);
+            grefs.push(gref);
+        }
+        front.kick();
+        assert!(front.settle().values().all(|status| *status == OKAY));
+        assert!(world.mapped() <= QUOTA as usize + 2);
+        assert_eq!(honest.write(0, round), OKAY);
+        assert_eq!(honest.read(0).unwrap(), [round; 4096]);
+    }
+    let stats = front.stats();
+    // The quota, and what the purge has exchanged at its own pace: a chunk each time.
+    let purges = began.elapsed().as_millis() as u64 / 100 + 1;
+    let most = u64::from(QUOTA) + purges * 32;
+    assert!(stats.mapped_grants <= most, "{stats:?}, at most {most}");
+    assert!(stats.fallbacks > 0, "{stats:?}");
+    world.detach(front);
+    world.detach(honest);
+    for gref in grefs {
+        world.guest.end_access(gref).unwrap();
+    }
+}
+
+#[test]
+fn a_domain_that_dies_is_held_by_no_mapped_grant() {
+    let world = World::new();
+    let mut keeper = Keeper::new(&world, &terms(1056));
+    keeper.round();
+    world.xen.kill_domain(GUEST);
+    assert_eq!(world.xen.snapshot().zombies, [GUEST]);
+    world.command(Command::Detach {
+        ring: keeper.front.id,
+    });
+    let report = world.report();
+    assert!(
+        matches!(report, Report::Detached { left, .. } if left.is_nothing()),
+        "{report:?}"
+    );
+    assert!(world.xen.snapshot().zombies.is_empty());
 }
