@@ -17,7 +17,7 @@ use xenblk_xenstore::{Client, Error, Tx};
 
 use super::board::{Board, Posted};
 use super::claim::Claim;
-use super::connection::{Change, Connection, RingSetup, await_fences};
+use super::connection::{Change, Connection, RingSetup};
 use super::disk::{Disk, is_script_to_come, is_set_up};
 use super::fences::Fences;
 use super::guest_log::GuestLog;
@@ -313,9 +313,9 @@ impl Device {
         if self.predecessor == Some(true)
             && !matches!(action, Action::Wait | Action::Close | Action::Remove)
         {
-            self.predecessor_since.get_or_insert_with(Instant::now);
+            self.predecessor_since = Some(Instant::now());
             self.post(&format!("{:?}", look.ours.state));
-            self.await_predecessor().await;
+            self.await_predecessor(client).await?;
             self.predecessor_since = None;
             return Ok(Turn::Again);
         }
@@ -410,29 +410,6 @@ impl Device {
             .map(|since| since + GRACE);
         self.held = until.filter(|until| Instant::now() < *until);
         self.held.is_some()
-    }
-
-    /// Waits until no request of an earlier supervisor's workers can reach the target any more, or until
-    /// this supervisor stops. Reads that come late hurt nobody.
-    async fn await_predecessor(&mut self) {
-        let mut stopping = self.common.stopping.clone();
-        let fences = Arc::clone(&self.common.fences);
-        let disk = &mut self.disk;
-        let ended = async {
-            if disk.opening_since().is_some() {
-                disk.opened().await;
-            }
-            match disk.target() {
-                Some(target) if !target.capabilities().readonly => {
-                    await_fences(target, fences.of_others().to_vec()).await;
-                }
-                _ => {}
-            }
-        };
-        tokio::select! {
-            () = ended => self.predecessor = Some(false),
-            _ = stopping.wait_for(|stop| *stop) => {}
-        }
     }
 
     /// Reads the frontend's parameters, once, and hands its rings to the workers.

@@ -101,6 +101,26 @@ async fn closing_takes_as_long_as_the_storage() {
     assert_eq!(world.status(1, XVDA).await.unwrap().waiting_seconds, None);
 }
 
+/// An administrator looks into the error node first.
+#[tokio::test]
+async fn a_long_wait_is_told_until_it_is_over() {
+    let world = World::started().await;
+    let disk = ScriptedDisk::listen(&world.path("script"), 1 << 20).unwrap();
+    let (mut guest, op) = with_a_stuck_write(&world, &disk).await;
+    guest.set_state("5").await;
+    world.reaches(1, XVDA, "5").await;
+    guest.set_state("6").await;
+    let told = world.error(1, XVDA).await;
+    assert!(
+        told.starts_with("waiting for I/O of 1 requests, for "),
+        "{told}"
+    );
+    op.go().unwrap();
+    world.reaches(1, XVDA, "6").await;
+    assert_eq!(world.read(&error_node(1, XVDA)).await, None);
+    guest.free_rings();
+}
+
 #[tokio::test]
 async fn a_detach_during_the_wait_is_not_forgotten() {
     let world = World::started().await;

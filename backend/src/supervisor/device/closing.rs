@@ -1,15 +1,16 @@
-//! A device's rings on their way to their end, however long their storage takes. The task goes on looking
-//! meanwhile, so that it can say what it waits for, and to whom.
+//! A device's rings on their way to their end, however long their storage takes, an earlier supervisor's
+//! included. The task says meanwhile what it waits for, and to whom.
 
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use tracing::{debug, info};
+use tracing::{debug, info, warn};
 use xenblk_xenstore::vbd::{self, Believed};
 use xenblk_xenstore::xenbus::State;
 use xenblk_xenstore::{Client, Error, Tx};
 
 use super::{Device, Turn};
-use crate::supervisor::connection::{Change, Connection};
+use crate::supervisor::connection::{Change, Connection, await_fences};
 use crate::supervisor::view::Session;
 
 /// Storage that takes longer than this to end what a frontend has left behind is worth a line.
@@ -122,6 +123,50 @@ impl Device {
                 }
             }
         }
+    }
+
+    /// Waits until no request of an earlier supervisor's workers can reach the target any more, or until
+    /// this supervisor stops. Reads that come late hurt nobody.
+    pub(super) async fn await_predecessor(&mut self, client: &Client) -> Result<(), Error> {
+        const REASON: &str = "waiting for I/O of workers of an earlier daemon";
+        let mut stopping = self.common.stopping.clone();
+        let fences = Arc::clone(&self.common.fences);
+        let disk = &mut self.disk;
+        let ended = async {
+            if disk.opening_since().is_some() {
+                disk.opened().await;
+            }
+            match disk.target() {
+                Some(target) if !target.capabilities().readonly => {
+                    await_fences(target, fences.of_others().to_vec()).await;
+                }
+                _ => {}
+            }
+        };
+        let mut told = false;
+        let tell = async {
+            tokio::time::sleep(LONG).await;
+            told = true;
+            warn!("{REASON}");
+            let reported = async {
+                vbd::report_error(client, &self.path, REASON).await?;
+                vbd::report_hotplug_error(client, &self.path, REASON).await
+            };
+            if let Err(error) = reported.await {
+                debug!(%error, "cannot tell what a disk waits for");
+            }
+            std::future::pending::<()>().await;
+        };
+        tokio::select! {
+            () = ended => {}
+            _ = stopping.wait_for(|stop| *stop) => return Ok(()),
+            () = tell => {}
+        }
+        self.predecessor = Some(false);
+        if told && self.trouble.is_none() {
+            self.clear_error(client).await?;
+        }
+        Ok(())
     }
 
     /// A directory that has come back while the disk that was there before is still being closed.
