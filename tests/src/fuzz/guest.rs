@@ -15,7 +15,7 @@ use xenblk_ring::{
     journal_bytes,
 };
 use xenblkd::channel::{Message, SupervisorEnd, thread_pair};
-use xenblkd::message::{Attach, Command, HostKind, Persistent, Report, RingId, VERSION};
+use xenblkd::message::{Attach, Command, HostKind, Left, Persistent, Report, RingId, VERSION};
 use xenblkd::stats;
 use xenblkd::target::{OpenMode, OpenedTarget, TargetSpec, open};
 
@@ -82,7 +82,7 @@ impl Host {
             flusher: true,
             persistent: true,
         };
-        let ring = host.attach(&guest, terms);
+        let ring = host.attach(&guest, terms, &disk());
         host.honest = Some(Honest::new(guest, ring));
         host
     }
@@ -102,14 +102,13 @@ impl Host {
         }
     }
 
-    fn attach(&mut self, guest: &FakeDomain, terms: Terms) -> Ring {
+    fn attach(&mut self, guest: &FakeDomain, terms: Terms, disk: &OpenedTarget) -> Ring {
         let id = RingId(self.next_ring);
         self.next_ring += 1;
-        let mut ring = Ring::new(guest, id, terms);
+        let ring = Ring::new(guest, id, terms);
         let bytes = journal_bytes(terms.abi.entries(terms.pages));
         let (_, journal) = must("a journal", SharedPages::create("journal", bytes));
         let (_, page) = must("statistics", SharedPages::create("stats", stats::BYTES));
-        let disk = disk();
         let (target, target_fds) = must("a target", disk.incarnation());
         let attach = Attach {
             ring: id,
@@ -136,14 +135,6 @@ impl Host {
         fds.extend(target_fds);
         let body = Command::Attach(Box::new(attach));
         self.send(Message { body, fds });
-        let mut fds = Vec::new();
-        if terms.flusher {
-            let (flusher, socket) = Flusher::start(&disk);
-            ring._flusher = Some(flusher);
-            fds.push(socket);
-        }
-        let body = Command::Flusher { ring: id };
-        self.send(Message { body, fds });
         let report = self.report();
         assert!(matches!(report, Report::Attached { .. }), "{report:?}");
         ring
@@ -163,8 +154,13 @@ impl Host {
             persistent: with & 16 != 0,
         };
         let domain = must("a guest", self.xen.domain(HOSTILE, 64));
-        let ring = self.attach(&domain, terms);
-        let id = ring.id;
+        let disk = disk();
+        let ring = self.attach(&domain, terms, &disk);
+        let mut hearing = Hearing {
+            ring: ring.id,
+            disk: terms.flusher.then_some(disk),
+            flusher: None,
+        };
         let mut guest = Guest::new(domain, ring, terms.abi);
         let mut alive = true;
         while alive && !input.is_empty() {
@@ -176,14 +172,17 @@ impl Host {
                 0xf0..0xff => self.check_honest(),
                 action => guest.act(action, input),
             }
+            while let Some(message) = must("the worker lives", self.supervisor.try_recv()) {
+                let left = hearing.hear(&self.supervisor, message.body);
+                assert!(left.is_none(), "detached unasked");
+            }
         }
         self.check_honest();
-        self.send(Command::Detach { ring: id });
+        let ring = hearing.ring;
+        self.send(Command::Detach { ring });
         let left = loop {
-            match self.report() {
-                Report::Detached { ring, left } if ring == id => break left,
-                Report::Failed { ring, .. } | Report::FlushFailed { ring, .. } if ring == id => {}
-                other => unreachable!("{other:?}"),
+            if let Some(left) = hearing.hear(&self.supervisor, self.report()) {
+                break left;
             }
         };
         assert!(left.is_nothing(), "{left:?}");
@@ -238,6 +237,35 @@ struct Terms {
     persistent: bool,
 }
 
+/// What the worker may say of one ring, and what it gets for it.
+struct Hearing {
+    ring: RingId,
+    /// For the flusher; none if there is to be none.
+    disk: Option<OpenedTarget>,
+    flusher: Option<Flusher>,
+}
+
+impl Hearing {
+    /// Gives a flusher to who wants one; what was left over, if that is what the report says.
+    fn hear(&mut self, worker: &SupervisorEnd, report: Report) -> Option<Left> {
+        let ring = self.ring;
+        match report {
+            Report::Detached { ring: it, left } if it == ring => return Some(left),
+            Report::Failed { ring: it, .. } | Report::FlushFailed { ring: it, .. }
+                if it == ring => {}
+            Report::FlusherWanted { ring: it } if it == ring => {
+                let (flusher, socket) = self.disk.as_ref().map(Flusher::start).unzip();
+                self.flusher = flusher;
+                let body = Command::Flusher { ring };
+                let fds = socket.into_iter().collect();
+                must("the worker", worker.send(Message { body, fds }));
+            }
+            other => unreachable!("{other:?}"),
+        }
+        None
+    }
+}
+
 /// The disk's flusher, in a thread that ends with this and the ring.
 struct Flusher {
     _supervisor: SupervisorEnd,
@@ -275,7 +303,6 @@ struct Ring {
     refs: Vec<GrantRef>,
     port: Port,
     port_fd: OwnedFd,
-    _flusher: Option<Flusher>,
 }
 
 impl Ring {
@@ -297,7 +324,6 @@ impl Ring {
             refs,
             port,
             port_fd,
-            _flusher: None,
         }
     }
 }
