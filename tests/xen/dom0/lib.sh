@@ -137,17 +137,18 @@ domu_dump() {
 frontend_state() { xenstore-read "/local/domain/$(xl domid "$1")/device/vbd/${2:-51712}/state"; }
 connected() { [ "$(frontend_state "$@" 2>/dev/null)" = 4 ]; }
 
-# Active grants mapped from other domains by dom0, as the hypervisor counts them, and nothing else.
+# Grants of guests that dom0 has mapped, as the hypervisor counts them, without those that guests always have mapped there:
+# reference 0 is the console's page (xenconsoled's), 1 XenStore's (xenstored's).
 mapped_grants() {
     xl dmesg -c >/dev/null
     xl debug-keys g
     sleep 0.5
-    # [ref] localdom mfn pin localdom gmfn flags: a pin other than 0 is a mapping. Domain 0's own grants don't count.
-    xl dmesg | awk '/gnttab_usage_print|grant-table for remote/ { dom = $0; sub(/.*(remote d|domain: *|d)/, "", dom); dom += 0 }
-        /\[0x[0-9a-f]+\]/ { pin = $0; sub(/.*\] */, "", pin); split(pin, f, " "); if (f[1] == 0 && f[3] != "0x00000000") n++ }
+    # [ref] localdom mfn pin localdom gmfn flags: a pin other than 0 is a mapping.
+    xl dmesg | awk '/\[0x[0-9a-f]+\]/ && !/\[0x00[01]\]/ { pin = $0; sub(/.*\] */, "", pin); split(pin, f, " ")
+            if (f[1] == 0 && f[3] != "0x00000000") n++ }
         END { print n + 0 }'
 }
-# Event channels of dom0 connected to another domain.
+# Event channels of dom0 connected to another domain: two a guest for its console and XenStore, the rest for its disks.
 interdomain_ports() { $xen_bin/lsevtchn 0 2>/dev/null | grep 'Interdomain' | grep -vc 'Remote Domain 0,'; }
 
 # null_blk_up NAME SIZE_MB QUEUES MEMORY_BACKED(0/1): makes /dev/NAME.
