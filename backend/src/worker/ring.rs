@@ -14,6 +14,7 @@
 
 mod data;
 mod intake;
+mod share;
 mod storm;
 
 use std::cell::Cell;
@@ -35,7 +36,8 @@ use crate::plan::{Plan, Rules, Step, Transfer};
 use crate::stats::{Counter, Writer};
 use crate::target::serve::Target;
 pub(super) use intake::FETCH_LEN;
-use intake::{Stage, TURN, Waiting};
+use intake::{Stage, Waiting};
+use share::Share;
 use storm::Storm;
 
 /// How far a ring is from its end.
@@ -108,6 +110,7 @@ pub(super) struct RingService {
     target_gone: bool,
     /// A flush failed: what was written may be lost, so no later FLUSH or WRITE may succeed.
     pub(super) flush_failed: bool,
+    share: Share,
     /// Taken in and not started, in the order they came.
     waiting: VecDeque<Waiting>,
     /// How many of them are not [`Stage::Planned`].
@@ -144,6 +147,7 @@ impl RingService {
             listening: false,
             target_gone: false,
             flush_failed: false,
+            share: Share::default(),
             waiting: VecDeque::new(),
             unplanned: 0,
             started,
@@ -158,7 +162,7 @@ impl RingService {
     pub(super) fn turn(&mut self, engine: &mut Engine, now: Instant) -> Turn {
         self.deliver(engine);
         let taken = self.consume();
-        self.judge_event(taken, now);
+        self.judge_event(taken.requests, now);
         if self.unplanned > 0 {
             self.fetch(engine);
         }
@@ -168,7 +172,7 @@ impl RingService {
         self.purge_due(now);
         self.watch(engine);
         // What waits may have waited for what this turn gave back.
-        if taken == TURN || self.can_fetch() || (answered && !self.waiting.is_empty()) {
+        if taken.more || self.can_fetch() || (answered && !self.waiting.is_empty()) {
             return Turn::More;
         }
         if self.phase == Phase::Serving {
@@ -176,6 +180,11 @@ impl RingService {
         } else {
             Turn::Rest
         }
+    }
+
+    /// There is a request to take in. A corrupt ring has one, so that its next turn finds out.
+    fn has_work(&mut self) -> bool {
+        self.phase == Phase::Serving && self.own.back.has_work() != Ok(false)
     }
 
     /// When the ring wants a turn though nothing happens. `None` is the rule, and an idle ring's.
@@ -446,7 +455,7 @@ impl RingService {
     }
 
     /// Events are there for requests: a guest that sends many for nothing is heard less often.
-    fn judge_event(&mut self, taken: usize, now: Instant) {
+    fn judge_event(&mut self, taken: u32, now: Instant) {
         let event = std::mem::take(&mut self.event);
         if taken > 0 {
             self.storm.over();

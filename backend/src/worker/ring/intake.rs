@@ -8,15 +8,15 @@
     clippy::indexing_slicing
 )]
 
+use xenblk_ring::layout::PAGE_SIZE;
 use xenblk_ring::{IndirectRequest, Request, RwOp, Status, Token, decode_indirect_page};
 
+use super::share::Share;
 use super::{Phase, RingService};
-use crate::plan::{Decision, Plan};
+use crate::plan::{Decision, Plan, Transfer};
 use crate::stats::Counter;
 use crate::worker::engine::Engine;
 
-/// Most requests taken in by one turn, so that a busy ring lets the others in.
-pub(super) const TURN: usize = 128;
 /// Indirect requests whose segments one copy call fetches; each has room for [`FETCH_BYTES`].
 const FETCH_SLOTS: usize = 32;
 /// Descriptors of the longest indirect request: 256 of 8 bytes, always in its first page.
@@ -41,33 +41,50 @@ pub(super) enum Stage {
     Planned(Plan),
 }
 
+/// What a turn took in.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Taken {
+    pub(super) requests: u32,
+    /// It stopped because it had its share, and there is more.
+    pub(super) more: bool,
+}
+
 impl RingService {
-    /// Takes requests in; returns how many.
-    pub(super) fn consume(&mut self) -> usize {
-        let mut taken = 0;
-        while self.phase == Phase::Serving && taken < TURN {
+    /// Takes requests in, as many as a turn's share allows.
+    pub(super) fn consume(&mut self) -> Taken {
+        let mut requests = 0u32;
+        self.share.renew();
+        while self.phase == Phase::Serving && self.share.is_left() {
             match self.own.back.consume() {
                 Ok(Some(token)) => {
-                    taken += 1;
-                    self.sort_in(token);
+                    requests = requests.saturating_add(1);
+                    let bytes = self.sort_in(token);
+                    self.share.take(bytes);
                 }
                 Ok(None) => break,
                 Err(corrupt) => self.corrupt(corrupt),
             }
         }
-        if taken > 0 {
+        if requests > 0 {
             self.count(Counter::Batches, 1);
         }
-        taken
+        let more = !self.share.is_left() && self.has_work();
+        if !more {
+            // Who has nothing to do owes nothing.
+            self.share = Share::default();
+        }
+        Taken { requests, more }
     }
 
-    fn sort_in(&mut self, token: Token) {
+    /// Decides about a request; returns the bytes it will move.
+    fn sort_in(&mut self, token: Token) -> u64 {
         let request = match self.own.back.request(&token) {
             Ok(request) => request,
             Err(error) => {
                 let known = error.status() != Status::NotSupported;
                 self.count(Counter::Unknown, usize::from(!known));
-                return self.finish(token, error.status());
+                self.finish(token, error.status());
+                return 0;
             }
         };
         self.count(counter_of(&request), 1);
@@ -78,18 +95,27 @@ impl RingService {
                 self.unplanned += 1;
                 let stage = Stage::Indirect(indirect);
                 self.waiting.push_back(Waiting { token, stage });
+                // Not known before its segments are; a page each is the most.
+                u64::from(indirect.nr_segments()).saturating_mul(PAGE_SIZE as u64)
             }
-            (None, _) => self.finish(token, Status::Error),
+            (None, _) => {
+                self.finish(token, Status::Error);
+                0
+            }
         }
     }
 
-    fn decided(&mut self, token: Token, decision: Decision) {
+    fn decided(&mut self, token: Token, decision: Decision) -> u64 {
         match decision {
             Decision::Do(plan) => {
                 let stage = Stage::Planned(plan);
                 self.waiting.push_back(Waiting { token, stage });
+                u64::from(plan.transfer().map_or(0, Transfer::len))
             }
-            Decision::Answer(status) => self.finish(token, status),
+            Decision::Answer(status) => {
+                self.finish(token, status);
+                0
+            }
         }
     }
 
