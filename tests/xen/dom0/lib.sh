@@ -40,13 +40,13 @@ keep_blkback_out() {
     ! grep -q '^xen_blkback' /proc/modules || rmmod xen_blkback
 }
 
-# daemon_start: the daemon from /rig/in, its log in /rig/out; sets daemon_pid.
+# daemon_start [OPTION...]: the daemon from /rig/in with these options, its log in /rig/out; sets daemon_pid.
 daemon_start() {
     keep_blkback_out
     install -m755 /rig/in/xenblkd /usr/sbin/xenblkd
     mkdir -p /etc/xen/scripts
     install -m755 /rig/in/block-xenblkd /etc/xen/scripts/block-xenblkd
-    RUST_LOG=${RIG_LOG:-info} xenblkd run >>/rig/out/daemon.log 2>&1 &
+    RUST_LOG=${RIG_LOG:-info} xenblkd run "$@" >>/rig/out/daemon.log 2>&1 &
     daemon_pid=$!
     wait_for 30 xenblkd status || { tail -20 /rig/out/daemon.log; fail "the daemon does not answer"; }
     log "daemon $daemon_pid ready at $(up)"
